@@ -1,0 +1,73 @@
+"""OpenTelemetry: one trace a turn, exported when ``OTEL_EXPORTER_OTLP_ENDPOINT`` is set.
+
+Spans are batched and exported from a thread of their own: a collector that is slow or
+gone never slows a turn. Names and attributes of the spans: docs/tracing.md.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Mapping
+from importlib.metadata import version
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+ENDPOINT_ENV = "OTEL_EXPORTER_OTLP_ENDPOINT"
+
+_PROPAGATOR = TraceContextTextMapPropagator()
+
+
+class Telemetry:
+    """A service's tracer and its exporter. Without an endpoint, spans still have ids
+    (so that a response can name its trace) but go nowhere."""
+
+    def __init__(self, service_name: str, *, instance_id: str = "") -> None:
+        resource = Resource.create(
+            {
+                "service.name": service_name,
+                "service.namespace": "kvlease",
+                "service.version": version("kvlease"),
+                "service.instance.id": instance_id or str(uuid.uuid4()),
+            }
+        )
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        if os.environ.get(ENDPOINT_ENV):
+            self._provider.add_span_processor(
+                BatchSpanProcessor(OTLPSpanExporter(), schedule_delay_millis=1000)
+            )
+        self.tracer = self._provider.get_tracer("kvlease", version("kvlease"))
+
+    def shutdown(self) -> None:
+        """Exports what is left, within the exporter's own deadline."""
+        self._provider.shutdown()
+
+
+def extract(headers: Mapping[str, str]) -> Context:
+    """The context that ``traceparent`` and ``tracestate`` headers carry (lower-case
+    names); an empty one where they are absent or malformed."""
+    return _PROPAGATOR.extract(headers, context=Context())
+
+
+def inject(span: trace.Span) -> dict[str, str]:
+    """``traceparent`` (and ``tracestate``) headers that make ``span`` the parent."""
+    carrier: dict[str, str] = {}
+    _PROPAGATOR.inject(carrier, context=trace.set_span_in_context(span, Context()))
+    return carrier
+
+
+def link_to(traceparent: str) -> list[trace.Link]:
+    """A span link to the span that ``traceparent`` names; none where it names none."""
+    context = trace.get_current_span(extract({"traceparent": traceparent})).get_span_context()
+    return [trace.Link(context)] if context.is_valid else []
+
+
+def trace_id_of(span: trace.Span) -> str:
+    """32 hex digits."""
+    return trace.format_trace_id(span.get_span_context().trace_id)
