@@ -1,0 +1,1 @@
+"""The `kvlease` command: one file a subcommand, imported when it is called."""

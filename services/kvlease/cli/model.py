@@ -1,0 +1,31 @@
+"""``kvlease model``: a small model for trials and tests, without a model hub."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+
+
+@click.group()
+def model() -> None:
+    """A small model to try kvlease with, made on the spot."""
+
+
+@model.command(
+    epilog="\b\nExamples:\n  kvlease model make build/model\n"
+    "  kvlease engine prefill --cpu --model build/model\n"
+)
+@click.argument("directory", type=click.Path(path_type=Path))
+def make(directory: Path) -> None:
+    """Makes a small model (Qwen3 architecture, 24 million parameters, 49 MB, one token a
+    byte) in DIRECTORY. Its weights are random with a fixed seed: what it writes is noise,
+    always the same noise, computed as a real model computes it."""
+    from kvlease.cli.tiny_model import Made, make_model
+
+    started = time.monotonic()
+    if make_model(directory) is Made.ALREADY:
+        click.echo(f"model: {directory} has it already")
+    else:
+        click.echo(f"model: made in {directory} ({time.monotonic() - started:.1f} s)")
