@@ -3,10 +3,12 @@ reflection, health and channelz services that make a server easy to look into.""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NoReturn
+import socket
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
 
 import grpc
+import grpc.aio
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_channelz.v1 import channelz
@@ -18,11 +20,33 @@ from kvlease.config import ConfigError
 
 ERROR_DOMAIN = "kvlease"
 
+_DETAILS_KEY = "grpc-status-details-bin"
+"""The trailing metadata that carries google.rpc.Status (gRPC's richer error model)."""
+
+Answer = TypeVar("Answer")
+
+Context = grpc.aio.ServicerContext[Any, Any]
+"""What a handler gets to know about its call."""
+
+
+class Refused(Exception):
+    """A call ends with a canonical status, a google.rpc.ErrorInfo reason and a sentence
+    that says what to do. Rules raise it; :func:`answer` sends it."""
+
+    def __init__(self, code: grpc.StatusCode, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.reason = reason
+        self.message = message
+
+
 _CLIENT_OPTIONS: Sequence[tuple[str, int | str]] = (
     # Reconnect fast: a restarted service should be used again at once.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
+    # Look a name up again soon: a replica that was replaced has another address.
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
     # Notice a peer that has vanished without closing its connection.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 3_000),
@@ -53,21 +77,21 @@ def target(endpoints: str) -> str:
     if len(parts) == 1:
         return f"dns:///{parts[0]}"
     # gRPC resolves one DNS name a channel, but any number of addresses.
-    import socket
-
-    addresses = []
-    for part in parts:
-        host, _, port = part.rpartition(":")
-        try:
-            info = socket.getaddrinfo(
-                host.strip("[]"), int(port), socket.AF_INET, socket.SOCK_STREAM
-            )
-        except OSError:
-            continue
-        addresses += [f"{item[4][0]}:{item[4][1]}" for item in info]
+    addresses = [address for part in parts for address in _resolve(part)]
     if not addresses:
         raise ConfigError(f"none of the hosts in {endpoints!r} can be resolved")
     return "ipv4:" + ",".join(dict.fromkeys(addresses))
+
+
+def _resolve(endpoint: str) -> Iterable[str]:
+    """The IPv4 addresses of a ``host:port``; none if the name is unknown, so that one
+    unknown replica does not hide the others."""
+    host, _, port = endpoint.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), socket.AF_INET, socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return [f"{item[4][0]!s}:{item[4][1]!s}" for item in found]
 
 
 def aio_channel(endpoints: str) -> grpc.aio.Channel:
@@ -89,9 +113,9 @@ class Server:
     def __init__(self, service_names: Sequence[str]) -> None:
         self.grpc = grpc.aio.server(options=list(_SERVER_OPTIONS))
         self._names = (*service_names, "")
-        self._health = health.aio.HealthServicer()
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # in no stub
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
-        channelz.add_channelz_servicer(self.grpc)
+        channelz.add_channelz_servicer(self.grpc)  # type: ignore[arg-type]  # takes both kinds
         reflection.enable_server_reflection(
             (
                 *service_names,
@@ -132,8 +156,16 @@ class Server:
         await self.grpc.stop(grace_s)
 
 
+async def answer(context: Context, work: Awaitable[Answer]) -> Answer:
+    """The result of ``work``; what it raises as :class:`Refused` ends the call."""
+    try:
+        return await work
+    except Refused as refused:
+        return await abort(context, refused.code, refused.reason, refused.message)
+
+
 async def abort(
-    context: grpc.aio.ServicerContext[object, object],
+    context: Context,
     code: grpc.StatusCode,
     reason: str,
     message: str,
@@ -145,28 +177,23 @@ async def abort(
         error_details_pb2.ErrorInfo(reason=reason, domain=ERROR_DOMAIN, metadata=metadata or {})
     )
     status = status_pb2.Status(code=code.value[0], message=message, details=[info])
-    await context.abort_with_status(rpc_status.to_status(status))
-    raise AssertionError("unreachable: abort raises")
+    trailing = rpc_status.to_status(status).trailing_metadata
+    await context.abort(code, message, trailing)
 
 
 def reason_of(error: grpc.RpcError) -> str:
     """The ErrorInfo reason of a failed call; empty if it carries none."""
-    try:
-        status = rpc_status.from_call(error)
-    except (ValueError, NotImplementedError, AttributeError):
-        status = _from_aio(error)
-    if status is None:
-        return ""
+    # Errors from threads and from asyncio share this method, but no type that says so.
+    trailing: Any = getattr(error, "trailing_metadata", tuple)() or ()
+    for key, value in trailing:
+        if key == _DETAILS_KEY:
+            return _reason_in(status_pb2.Status.FromString(value))
+    return ""
+
+
+def _reason_in(status: status_pb2.Status) -> str:
     info = error_details_pb2.ErrorInfo()
     for detail in status.details:
         if detail.Unpack(info) and info.domain == ERROR_DOMAIN:
             return str(info.reason)
     return ""
-
-
-def _from_aio(error: grpc.RpcError) -> status_pb2.Status | None:
-    if isinstance(error, grpc.aio.AioRpcError):
-        for key, value in error.trailing_metadata() or ():
-            if key == "grpc-status-details-bin":
-                return status_pb2.Status.FromString(value)
-    return None
