@@ -65,6 +65,19 @@ class Delete:
 
 Write = Put | Delete
 
+MAX_COMMIT_KEYS = 100
+"""Keys that a commit may expect, and keys that it may write. etcd takes 128 operations
+a transaction by default (``--max-txn-ops``); the rest is the store's own."""
+
+
+def check_commit(expect: Mapping[str, int], writes: Sequence[Write]) -> None:
+    """Raises ValueError for a commit that no store could apply as it is meant."""
+    keys = {write.key for write in writes}
+    if len(keys) < len(writes):
+        raise ValueError("a commit writes one key twice")
+    if max(len(expect), len(keys)) > MAX_COMMIT_KEYS:
+        raise ValueError(f"a commit takes at most {MAX_COMMIT_KEYS} keys: split it")
+
 
 @dataclass(frozen=True, slots=True)
 class Committed:
