@@ -1,0 +1,249 @@
+"""A prefill engine's side of a lease: prove, claim, and say how the read ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import structlog
+from opentelemetry import trace
+
+from kvlease import outcomes, prefix, rpc, telemetry
+from kvlease.v1 import common_pb2, lease_pb2, lease_pb2_grpc, registry_pb2
+
+log = structlog.get_logger("kvlease.connector.claims")
+
+COMPLETE_TIMEOUT_S = 2.0
+
+TRANSFER_FIELDS = (
+    "remote_block_ids",
+    "remote_engine_id",
+    "remote_request_id",
+    "remote_host",
+    "remote_port",
+)
+"""vLLM transfer parameters without which there is nothing to read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a claim is about."""
+
+    conversation: common_pb2.Conversation
+    token_ids: Sequence[int]
+    """The prompt. Not changed after this is made."""
+    seed: bytes
+    chunk_tokens: int
+    block_size: int
+    min_tokens: int
+    num_local_tokens: int
+    """Tokens of the prompt that are in the engine's own prefix cache."""
+    traceparent: str
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came of a claim. ``params`` is set with a hit: vLLM's transfer parameters, cut
+    to the ``usable_tokens`` that are proven equal."""
+
+    outcome: common_pb2.Outcome.ValueType
+    detail: str = ""
+    usable_tokens: int = 0
+    params: dict[str, Any] = field(default_factory=dict)
+    lease_id: str = ""
+    ticket_id: str = ""
+    read_by: float = math.inf
+    """``time.monotonic`` moment after which the blocks may be gone."""
+    holder: registry_pb2.Engine | None = None
+    lease_traceparent: str = ""
+
+
+class Claims:
+    """Calls the lease service for one prefill engine. Coroutines run in the background
+    loop; nothing here touches the engine."""
+
+    def __init__(
+        self,
+        stub: lease_pb2_grpc.LeaseServiceAsyncStub,
+        reader: registry_pb2.Engine,
+        tracer: trace.Tracer,
+        *,
+        claim_timeout_s: float,
+        connect_timeout_s: float,
+    ) -> None:
+        self._stub = stub
+        self._reader = reader
+        self._tracer = tracer
+        self._claim_timeout_s = claim_timeout_s
+        self._connect_timeout_s = connect_timeout_s
+
+    async def claim(self, ask: Ask) -> Answer:
+        """One claim, decided: never raises, never takes longer than the claim deadline plus
+        the time to reach the holder."""
+        with self._tracer.start_as_current_span(
+            "lease.claim",
+            context=telemetry.extract({"traceparent": ask.traceparent}),
+            kind=trace.SpanKind.CLIENT,
+            record_exception=False,
+        ) as span:
+            answer = await self._claim(ask, span)
+            span.set_attributes(
+                {
+                    "kvlease.conversation": ask.conversation.conversation_id,
+                    "kvlease.outcome": outcomes.word(answer.outcome),
+                    "kvlease.detail": answer.detail,
+                    "kvlease.prompt_tokens": len(ask.token_ids),
+                    "kvlease.usable_tokens": answer.usable_tokens,
+                    "kvlease.min_tokens": ask.min_tokens,
+                    "kvlease.lease_id": answer.lease_id,
+                }
+            )
+            return answer
+
+    async def _claim(self, ask: Ask, span: trace.Span) -> Answer:
+        proof = prefix.prove(ask.token_ids, seed=ask.seed, chunk_tokens=ask.chunk_tokens)
+        ticket_id = str(uuid.uuid4())
+        sent = time.monotonic()
+        try:
+            response = await self._stub.Claim(
+                lease_pb2.ClaimRequest(
+                    conversation=ask.conversation,
+                    ticket_id=ticket_id,
+                    reader_engine_id=self._reader.engine_id,
+                    reader_incarnation=self._reader.incarnation,
+                    compatibility_hash=self._reader.compatibility_hash,
+                    proof=lease_pb2.PrefixProof(
+                        chunk_tokens=proof.chunk_tokens, chunk_digests=proof.chunk_digests
+                    ),
+                    num_prompt_tokens=proof.num_tokens,
+                    min_tokens=ask.min_tokens,
+                ),
+                timeout=self._claim_timeout_s,
+                metadata=tuple(telemetry.inject(span).items()),
+            )
+        except grpc.aio.AioRpcError as error:
+            return _failed(error)
+        answer = Answer(
+            outcome=response.outcome,
+            detail=response.detail,
+            lease_id=response.lease_id,
+            ticket_id=ticket_id,
+            read_by=sent + response.ticket_ttl.ToTimedelta().total_seconds(),
+            holder=response.holder if response.HasField("holder") else None,
+            lease_traceparent=response.lease_traceparent,
+        )
+        if response.outcome != common_pb2.OUTCOME_HIT:
+            return answer
+        return await self._settle(ask, proof, response, answer)
+
+    async def _settle(
+        self,
+        ask: Ask,
+        proof: prefix.Proof,
+        response: lease_pb2.ClaimResponse,
+        answer: Answer,
+    ) -> Answer:
+        """A ticket is open: compare the tail, look whether the holder is there."""
+        usable = response.proven_tokens
+        if response.tail_num_tokens > usable and response.tail_digest == prefix.tail_digest(
+            proof, ask.token_ids, response.tail_num_tokens, seed=ask.seed
+        ):
+            usable = response.tail_num_tokens
+        refusal = None
+        if usable == 0:
+            refusal = (common_pb2.OUTCOME_MISS_PREFIX, "no token of the lease is proven equal")
+        elif usable < ask.min_tokens:
+            refusal = (
+                common_pb2.OUTCOME_MISS_SHORT,
+                f"{usable} tokens are proven equal, {ask.min_tokens} make a read worth its while",
+            )
+        elif not await self._reachable(response.holder):
+            refusal = (
+                common_pb2.OUTCOME_MISS_ENGINE,
+                f"{response.holder.engine_id} does not answer at its side channel",
+            )
+        else:
+            params = json.loads(response.kv_transfer_params_json)
+            if all(params.get(name) for name in TRANSFER_FIELDS):
+                answer.usable_tokens = usable
+                answer.params = cut(params, usable, ask.block_size)
+            else:
+                refusal = (
+                    common_pb2.OUTCOME_MISS_UNSUPPORTED,
+                    "the lease's transfer parameters name no blocks",
+                )
+        if refusal is not None:
+            answer.outcome, answer.detail = refusal
+            await self.complete(ask.conversation, answer, lease_pb2.READ_RESULT_ABANDONED)
+        return answer
+
+    async def _reachable(self, holder: registry_pb2.Engine) -> bool:
+        """Whether something listens at the holder's side channel: a process that was
+        killed is noticed here, long before its session runs out."""
+        writer: asyncio.StreamWriter | None = None
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                _, writer = await asyncio.open_connection(
+                    holder.side_channel_host, holder.side_channel_port
+                )
+        except (OSError, TimeoutError):
+            return False
+        finally:
+            if writer is not None:
+                writer.close()
+        return True
+
+    async def complete(
+        self,
+        conversation: common_pb2.Conversation,
+        answer: Answer,
+        result: lease_pb2.ReadResult.ValueType,
+    ) -> None:
+        """Closes the answer's ticket. If that fails the ticket runs out by itself."""
+        try:
+            await self._stub.Complete(
+                lease_pb2.CompleteRequest(
+                    conversation=conversation,
+                    lease_id=answer.lease_id,
+                    ticket_id=answer.ticket_id,
+                    result=result,
+                ),
+                timeout=COMPLETE_TIMEOUT_S,
+            )
+        except grpc.aio.AioRpcError as error:
+            log.warning(
+                "a ticket could not be closed and will run out",
+                conversation=conversation.conversation_id,
+                ticket_id=answer.ticket_id,
+                error=error.details(),
+            )
+
+
+def cut(params: dict[str, Any], usable_tokens: int, block_size: int) -> dict[str, Any]:
+    """Transfer parameters for the blocks that hold the first ``usable_tokens`` tokens.
+    Every other field stays as it is."""
+    blocks = math.ceil(usable_tokens / block_size)
+    return {
+        **params,
+        "remote_block_ids": [group[:blocks] for group in params["remote_block_ids"]],
+        "remote_num_tokens": usable_tokens,
+    }
+
+
+def _failed(error: grpc.aio.AioRpcError) -> Answer:
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return Answer(common_pb2.OUTCOME_MISS_TIMEOUT, "the lease service did not answer in time")
+    reason = rpc.reason_of(error)
+    if error.code() is not grpc.StatusCode.UNAVAILABLE:
+        log.error("claim refused", code=error.code().name, reason=reason, error=error.details())
+    return Answer(
+        common_pb2.OUTCOME_MISS_UNAVAILABLE,
+        f"the lease service cannot answer: {error.details()}",
+    )

@@ -1,0 +1,176 @@
+"""An engine's session with the registry: registered, kept alive, registered again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+import grpc
+import structlog
+
+from kvlease import rpc
+from kvlease.v1 import registry_pb2, registry_pb2_grpc
+
+log = structlog.get_logger("kvlease.connector.session")
+
+CALL_TIMEOUT_S = 2.0
+RETRY_S = 0.5
+"""Pause before a failed registration or keep-alive is tried again."""
+
+USAGE_PERIOD_S = 0.25
+"""Changed block usage is published at most so often."""
+
+
+class Session:
+    """Registers an engine once its HTTP server answers, and keeps it registered.
+
+    :attr:`session_id` is None while there is no session. ``on_lost(ended_by)`` is called
+    when one has ended; ``ended_by`` is the latest moment (``time.monotonic``) at which the
+    store may still have shown it, or what the engine granted under it.
+    """
+
+    def __init__(
+        self,
+        stub: registry_pb2_grpc.RegistryAsyncStub,
+        engine: registry_pb2.Engine,
+        *,
+        usage: Callable[[], registry_pb2.BlockUsage],
+        on_opened: Callable[[str], None],
+        on_lost: Callable[[float], None],
+    ) -> None:
+        self._stub = stub
+        self._engine = engine
+        self._usage = usage
+        self._on_opened = on_opened
+        self._on_lost = on_lost
+        self._published: registry_pb2.BlockUsage | None = None
+        self.session_id: str | None = None
+        self.last_acknowledged = 0.0
+        """When the last acknowledged renewal was sent (``time.monotonic``)."""
+        self.last_attempt = 0.0
+        """When the last renewal was sent that may have been applied."""
+        self.ttl_s = 0.0
+
+    async def run(self) -> None:
+        """Until cancelled. Deregisters on the way out."""
+        try:
+            await self._until_http_answers()
+            while True:
+                await self._register()
+                await self._keep()
+        finally:
+            await self._deregister()
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the registry has acknowledged the session within half its TTL."""
+        age = time.monotonic() - self.last_acknowledged
+        return self.session_id is not None and age <= self.ttl_s / 2
+
+    async def _until_http_answers(self) -> None:
+        """A router sends turns as soon as an engine is registered."""
+        url = urlsplit(self._engine.http_address)
+        while not await _healthy(url.hostname or "", url.port or 80):  # noqa: ASYNC110
+            await asyncio.sleep(RETRY_S)
+
+    async def _register(self) -> None:
+        request = registry_pb2.RegisterRequest(engine=self._engine)
+        request.engine.usage.CopyFrom(self._usage())
+        failed = False
+        while True:
+            sent = time.monotonic()
+            try:
+                answer = await self._stub.Register(request, timeout=CALL_TIMEOUT_S)
+                break
+            except grpc.aio.AioRpcError as error:
+                if not failed:
+                    log.warning("registration failed; trying on", error=error.details())
+                failed = True
+                await asyncio.sleep(RETRY_S)
+        self._published = request.engine.usage
+        self.ttl_s = answer.engine.session_ttl.ToTimedelta().total_seconds()
+        self.last_acknowledged = self.last_attempt = sent
+        self.session_id = answer.engine.session_id
+        log.info(
+            "registered",
+            engine_id=self._engine.engine_id,
+            incarnation=self._engine.incarnation,
+            session_id=self.session_id,
+        )
+        self._on_opened(self.session_id)
+
+    async def _keep(self) -> None:
+        """Renews every third of the TTL, and when the usage has changed. Returns when the
+        session has ended."""
+        period = self.ttl_s / 3
+        due = time.monotonic() + period
+        while True:
+            await asyncio.sleep(min(USAGE_PERIOD_S, max(0.0, due - time.monotonic())))
+            usage = self._usage()
+            if time.monotonic() < due and usage == self._published:
+                continue
+            if time.monotonic() >= self.last_acknowledged + self.ttl_s:
+                log.warning("session lost: no acknowledgement within its TTL")
+                self._lose(self.last_attempt + self.ttl_s)
+                return
+            try:
+                await self._renew(usage)
+                due = time.monotonic() + period
+            except grpc.aio.AioRpcError as error:
+                if rpc.reason_of(error) == "SESSION_LOST":
+                    log.warning("session lost: the registry does not know it")
+                    self._lose(time.monotonic())
+                    return
+                log.warning("keep-alive failed; trying on", error=error.details())
+                due = time.monotonic() + RETRY_S
+                await asyncio.sleep(RETRY_S)
+
+    async def _renew(self, usage: registry_pb2.BlockUsage) -> None:
+        sent = self.last_attempt = time.monotonic()
+        await self._stub.KeepAlive(
+            registry_pb2.KeepAliveRequest(
+                session_id=self.session_id or "",
+                role=self._engine.role,
+                engine_id=self._engine.engine_id,
+                incarnation=self._engine.incarnation,
+                usage=usage,
+            ),
+            timeout=min(CALL_TIMEOUT_S, self.ttl_s / 3),
+        )
+        self.last_acknowledged = sent
+        self._published = usage
+
+    def _lose(self, ended_by: float) -> None:
+        self.session_id = None
+        self._on_lost(ended_by)
+
+    async def _deregister(self) -> None:
+        if self.session_id is None:
+            return
+        request = registry_pb2.DeregisterRequest(session_id=self.session_id)
+        self.session_id = None
+        try:
+            await self._stub.Deregister(request, timeout=CALL_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            log.warning("deregistration failed; the session runs out", error=error.details())
+
+
+async def _healthy(host: str, port: int) -> bool:
+    """Whether GET /health answers 200. (A few lines instead of an HTTP client: nothing
+    else in the connector speaks HTTP.)"""
+    writer: asyncio.StreamWriter | None = None
+    try:
+        async with asyncio.timeout(CALL_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(host, port)
+            writer.write(
+                f"GET /health HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode()
+            )
+            status = await reader.readline()
+    except (OSError, TimeoutError):
+        return False
+    finally:
+        if writer is not None:
+            writer.close()
+    return b" 200 " in status
