@@ -1,0 +1,92 @@
+"""Structured logs on stderr: one line an event, for people or for machines."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import traceback
+from types import TracebackType
+from typing import Any
+
+import structlog
+from structlog.typing import EventDict, Processor, WrappedLogger
+
+from kvlease.config import Settings
+
+_LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
+
+# Libraries' loggers that say at INFO what we already log ourselves.
+_QUIET = ("grpc", "opentelemetry", "aiohttp.access", "asyncio")
+
+
+def configure(settings: Settings, **bound: str) -> None:
+    """Sets up structlog, and the standard library's logging to look the same.
+
+    ``bound`` stands in every line of this process, for example ``service="lease"``.
+    """
+    level = _LEVELS[settings.log_level]
+    shared = _shared(bound)
+    renderer = _renderer(settings.log_format)
+    structlog.configure(
+        processors=[*shared, _traceback_in_one_line, renderer],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                _traceback_in_one_line,
+                renderer,
+            ],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(level)
+    for name in _QUIET:
+        logging.getLogger(name).setLevel(max(level, logging.WARNING))
+
+
+def _shared(bound: dict[str, str]) -> list[Processor]:
+    def bind(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+        for name, value in bound.items():
+            event.setdefault(name, value)
+        return event
+
+    return [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        bind,
+    ]
+
+
+def _renderer(log_format: str) -> Processor:
+    if log_format == "json":
+        return structlog.processors.JSONRenderer()
+    return structlog.dev.ConsoleRenderer(
+        colors=sys.stderr.isatty(), pad_event_to=0, pad_level=False
+    )
+
+
+def _traceback_in_one_line(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    """``exc_info`` becomes a field, so that a log collector that reads lines keeps it with
+    its event."""
+    error = _exception_of(event.pop("exc_info", None))
+    if error is not None:
+        event["error"] = event.get("error", f"{type(error).__name__}: {error}")
+        event["traceback"] = "".join(traceback.format_exception(error))
+    return event
+
+
+def _exception_of(info: Any) -> BaseException | None:
+    if isinstance(info, BaseException):
+        return info
+    if isinstance(info, tuple):
+        found: tuple[type | None, BaseException | None, TracebackType | None] = info
+        return found[1]
+    return sys.exc_info()[1] if info else None

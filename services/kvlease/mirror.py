@@ -1,0 +1,202 @@
+"""A copy of one part of the store, kept up to date by a watch.
+
+Reads from it cost no round trip but may be some milliseconds old. So whoever decides by
+it either commits with the revision that it saw (a conflict then tells the truth), or
+asks the store before taking "no" for an answer. :meth:`Mirror.fence` waits until the
+copy holds everything that had been written when it was called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import structlog
+from google.protobuf.message import DecodeError
+
+from kvlease.store.base import (
+    Changed,
+    Committed,
+    Put,
+    Removed,
+    Store,
+    StoreUnavailable,
+    Synced,
+    Versioned,
+    WatchEvent,
+)
+
+log = structlog.get_logger("kvlease.mirror")
+
+Record = TypeVar("Record")
+
+FENCE_TIMEOUT_S = 5.0
+
+MAX_BACKLOG = 20_000
+"""Changes that a subscriber may be behind before its subscription ends: a reader that has
+stalled must not fill the service's memory."""
+
+_FENCE = "\x7ffence"
+# Parts of real keys are percent-encoded, so none starts with this character, and it sorts
+# after all of them: a fresh listing reports the fence last.
+
+
+@dataclass(frozen=True, slots=True)
+class Entry(Generic[Record]):
+    """A key's stored form and its parsed record."""
+
+    item: Versioned
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class Change(Generic[Record]):
+    """A key's record before and after a change; None: absent. ``after_gap``: the moment
+    of the removal was not seen."""
+
+    before: Record | None
+    after: Record | None
+    after_gap: bool = False
+
+
+class FellBehind(Exception):
+    """The subscriber did not keep up; it has to start again."""
+
+
+class Subscription(Generic[Record]):
+    """Changes since the subscription began, in order. Iteration ends when the mirror
+    stops, and raises :class:`FellBehind` after :data:`MAX_BACKLOG` unread changes."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[Change[Record] | None] = asyncio.Queue()
+        self._fell_behind = False
+
+    def _push(self, change: Change[Record] | None) -> None:
+        if self._queue.qsize() >= MAX_BACKLOG:
+            self._fell_behind = True
+        else:
+            self._queue.put_nowait(change)
+
+    async def __aiter__(self) -> AsyncIterator[Change[Record]]:
+        while True:
+            if self._fell_behind:
+                raise FellBehind
+            change = await self._queue.get()
+            if change is None:
+                return
+            yield change
+
+
+class Mirror(Generic[Record]):
+    """The records under ``prefix``. ``parse`` turns a stored value into a record."""
+
+    def __init__(self, store: Store, prefix: str, parse: Callable[[bytes], Record]) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._parse = parse
+        self._entries: dict[str, Entry[Record]] = {}
+        self._subscriptions: set[Subscription[Record]] = set()
+        self._ended = False
+        self._fence_key = prefix + _FENCE
+        self._fence_revision = 0
+        self._fence_moved = asyncio.Event()
+        self._synced = asyncio.Event()
+
+    @property
+    def is_synced(self) -> bool:
+        """Whether the first listing is complete."""
+        return self._synced.is_set()
+
+    async def run(self) -> None:
+        """Keeps the copy up to date until cancelled. Then all subscriptions end."""
+        try:
+            async for event in self._store.watch(self._prefix):
+                self._apply(event)
+        finally:
+            self.end_subscriptions()
+
+    def end_subscriptions(self) -> None:
+        """Ends every subscription, also those to come: the server is about to stop."""
+        self._ended = True
+        for subscription in self._subscriptions:
+            subscription._push(None)
+
+    def get(self, key: str) -> Entry[Record] | None:
+        """The record as last seen."""
+        return self._entries.get(key)
+
+    def entries(self) -> list[Entry[Record]]:
+        """All records as last seen, in no order."""
+        return list(self._entries.values())
+
+    def after(self, key: str) -> list[Entry[Record]]:
+        """The records whose keys come after ``key``, in the order of their keys."""
+        found = [entry for known, entry in self._entries.items() if known > key]
+        return sorted(found, key=lambda entry: entry.item.key)
+
+    @contextlib.contextmanager
+    def subscribe(self) -> Iterator[Subscription[Record]]:
+        """Changes from now on. What :meth:`entries` returns before the next ``await``
+        belongs to the same moment."""
+        subscription: Subscription[Record] = Subscription()
+        if self._ended:
+            subscription._push(None)
+        self._subscriptions.add(subscription)
+        try:
+            yield subscription
+        finally:
+            self._subscriptions.discard(subscription)
+
+    async def fence(self) -> None:
+        """Waits until everything that was written before this call is in the mirror.
+
+        Raises :class:`~kvlease.store.base.StoreUnavailable`.
+        """
+        try:
+            async with asyncio.timeout(FENCE_TIMEOUT_S):
+                await self._synced.wait()
+                # Unique, because a store may tell two equal values from each other only
+                # by reading back.
+                put = Put(self._fence_key, uuid.uuid4().bytes)
+                result = await self._store.commit({}, [put])
+                assert isinstance(result, Committed)  # nothing was expected
+                while self._fence_revision < result.revision:
+                    await self._fence_moved.wait()
+        except TimeoutError:
+            raise StoreUnavailable(
+                f"the watch on {self._prefix} did not catch up within {FENCE_TIMEOUT_S:g} s"
+            ) from None
+
+    def _apply(self, event: WatchEvent) -> None:
+        match event:
+            case Synced():
+                self._synced.set()
+            case Changed(item) if item.key == self._fence_key:
+                self._fence_revision = item.revision
+                self._fence_moved.set()
+                self._fence_moved = asyncio.Event()
+            case Changed(item):
+                self._change(item)
+            case Removed(key, _, after_gap):
+                gone = self._entries.pop(key, None)
+                if gone is not None:
+                    self._publish(Change(gone.record, None, after_gap))
+
+    def _change(self, item: Versioned) -> None:
+        try:
+            entry = Entry(item, self._parse(item.value))
+        except DecodeError:
+            # Somebody else's value, or a newer kvlease's: no reason to stop serving.
+            log.error("a stored value cannot be read", key=item.key, revision=item.revision)
+            return
+        before = self._entries.get(item.key)
+        self._entries[item.key] = entry
+        self._publish(Change(before.record if before else None, entry.record))
+
+    def _publish(self, change: Change[Record]) -> None:
+        for subscription in self._subscriptions:
+            subscription._push(change)

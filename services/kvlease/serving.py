@@ -1,0 +1,168 @@
+"""What the registry and the lease service have in common: they answer from a store, they
+are ready while it answers, and they stop in order."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import grpc
+import structlog
+
+from kvlease import rpc
+from kvlease.mirror import Mirror
+from kvlease.store.base import Store, StoreUnavailable
+
+log = structlog.get_logger("kvlease.serving")
+
+CHECK_PERIOD_S = 1.0
+"""How often the store is asked whether it is there: so long, at most, calls wait for a
+store that has just gone, and fail while one has just come back."""
+
+STOP_GRACE_S = 3.0
+"""Running calls get so long to end. Watches are ended at once."""
+
+Answer = TypeVar("Answer")
+
+Ready = Callable[[str, str], None]
+"""Told (name, address) of each listening socket once the service behind it can work."""
+
+
+FELL_BEHIND = (
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "WATCH_FELL_BEHIND",
+    "the watch was not read fast enough: start it again",
+)
+"""How a watch ends whose reader has stalled."""
+
+
+def log_ready(name: str, address: str) -> None:
+    """The default for ``ready``."""
+    log.info("ready", server=name, address=address)
+
+
+async def back_off(attempt: int) -> None:
+    """Before a write is tried again: not at all at first, then longer and longer, up to
+    about 30 ms, by chance, so that two writers do not meet again."""
+    if attempt > 1:
+        await asyncio.sleep(random.uniform(0, 0.001 * 2 ** min(attempt, 5)))
+
+
+class StoreMonitor:
+    """Knows whether the store answers, and tells the server's health checks."""
+
+    def __init__(self, store: Store, server: rpc.Server, mirrors: Sequence[Mirror[Any]]) -> None:
+        self._store = store
+        self._server = server
+        self._mirrors = mirrors
+        self._problem = "the store has not been reached yet"
+        self.ready = asyncio.Event()
+        """Set while the store answers and the mirrors hold its state."""
+
+    async def run(self) -> None:
+        """Checks until cancelled."""
+        while True:
+            await self._check()
+            # The first listing of a mirror takes a moment, not a period.
+            await asyncio.sleep(CHECK_PERIOD_S if self._mirrored or self._problem else 0.01)
+
+    def require_store(self) -> None:
+        """Raises :class:`~kvlease.store.base.StoreUnavailable` if the store did not answer
+        when it was asked last: a caller with a deadline learns it at once."""
+        if self._problem:
+            raise StoreUnavailable(self._problem)
+
+    @property
+    def _mirrored(self) -> bool:
+        return all(mirror.is_synced for mirror in self._mirrors)
+
+    async def _check(self) -> None:
+        try:
+            await self._store.check()
+        except StoreUnavailable as error:
+            if not self._problem:
+                log.error("store lost", error=str(error))
+            self._problem = str(error)
+            self.ready.clear()
+            await self._server.set_ready(False)
+            return
+        self._problem = ""
+        if self._mirrored and not self.ready.is_set():
+            await self._server.set_ready(True)
+            self.ready.set()
+            log.info("store reached")
+
+
+async def answer(
+    monitor: StoreMonitor, context: rpc.Context, work: Callable[[], Awaitable[Answer]]
+) -> Answer:
+    """The result of ``work``, or the call's end with a status that says why not: what
+    rules refuse, and UNAVAILABLE (STORE_UNAVAILABLE) while the store does not answer,
+    just before the caller's own deadline if it has one."""
+    return await rpc.answer(context, _within_deadline(monitor, context, work))
+
+
+async def _within_deadline(
+    monitor: StoreMonitor, context: rpc.Context, work: Callable[[], Awaitable[Answer]]
+) -> Answer:
+    remaining: float | None = context.time_remaining()
+    limit = None if remaining is None else max(0.0, remaining - min(0.005, remaining / 10))
+    try:
+        monitor.require_store()
+        async with asyncio.timeout(limit):
+            return await work()
+    except TimeoutError:
+        raise unavailable("the store did not answer within the call's deadline") from None
+    except StoreUnavailable as error:
+        raise unavailable(str(error)) from None
+
+
+def unavailable(message: str) -> rpc.Refused:
+    """The store is down; the same call may work a moment later."""
+    return rpc.Refused(grpc.StatusCode.UNAVAILABLE, "STORE_UNAVAILABLE", message)
+
+
+async def run(
+    server: rpc.Server,
+    listen: str,
+    stop: asyncio.Event,
+    *,
+    name: str,
+    monitor: StoreMonitor,
+    mirrors: Sequence[Mirror[Any]],
+    others: Sequence[Coroutine[Any, Any, None]] = (),
+    ready: Ready,
+) -> None:
+    """Serves until ``stop`` is set, then in order: not ready, watches end, running calls
+    end, everything it started is gone.
+
+    ``others`` run as long as the server. Raises :class:`~kvlease.config.ConfigError` if
+    ``listen`` cannot be listened on.
+    """
+    try:
+        port = await server.start(listen)
+    except BaseException:
+        for other in others:
+            other.close()
+        raise
+    host = listen.rpartition(":")[0]
+    async with asyncio.TaskGroup() as group:
+        owned = [group.create_task(mirror.run()) for mirror in mirrors]
+        owned += [group.create_task(other) for other in others]
+        owned.append(group.create_task(monitor.run()))
+        owned.append(group.create_task(_tell(monitor, ready, name, f"{host}:{port}")))
+        try:
+            await stop.wait()
+        finally:
+            for mirror in mirrors:
+                mirror.end_subscriptions()
+            await server.stop(STOP_GRACE_S)
+            for task in owned:
+                task.cancel()
+
+
+async def _tell(monitor: StoreMonitor, ready: Ready, name: str, address: str) -> None:
+    await monitor.ready.wait()
+    ready(name, address)
