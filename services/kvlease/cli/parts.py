@@ -185,7 +185,7 @@ def _etcd(options: Options, client: str, peer: str) -> Part:
         *("--listen-peer-urls", f"http://{peer}"),
         *("--initial-advertise-peer-urls", f"http://{peer}"),
         *("--initial-cluster", f"kvlease=http://{peer}"),
-        *("--log-level", "warn"),
+        *("--logger", "zap", "--log-level", "warn"),
     )
     # Variables named ETCD_* set flags of etcd, also those of somebody else's cluster.
     env = {name: value for name, value in options.env.items() if not name.startswith("ETCD_")}

@@ -1,0 +1,144 @@
+"""How the commands that look into running services reach them, and what they say when
+they cannot."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import click
+import grpc
+from google.protobuf import json_format
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+from kvlease import config, rpc
+from kvlease.cli import records
+
+TIMEOUT_S = 5.0
+_LOCAL_STACK = Path(".kvlease")
+_WIDE_INTEGERS = {
+    FieldDescriptor.TYPE_INT64,
+    FieldDescriptor.TYPE_UINT64,
+    FieldDescriptor.TYPE_SINT64,
+    FieldDescriptor.TYPE_FIXED64,
+    FieldDescriptor.TYPE_SFIXED64,
+}
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """host:port of each service, several separated by commas."""
+
+    registry: str
+    lease: str
+
+
+def options(command: Callable[_P, _R]) -> Callable[..., _R]:
+    """Gives a command --dir, --set and --config, and as its first argument the
+    :class:`Addresses` that they name."""
+
+    @click.option(
+        "--dir",
+        "directory",
+        type=click.Path(path_type=Path),
+        help="The local stack in DIR (`kvlease up --dir`). "
+        "[default: the settings' endpoints, or the stack in ./.kvlease]",
+    )
+    @click.option(
+        "--set",
+        "assignments",
+        multiple=True,
+        metavar="NAME=VALUE",
+        help="A setting, such as lease_endpoint=10.0.0.5:7402.",
+    )
+    @click.option("--config", "config_file", metavar="FILE", help="Settings in a TOML file.")
+    @functools.wraps(command)
+    def with_addresses(
+        *args: Any,
+        directory: Path | None,
+        assignments: tuple[str, ...],
+        config_file: str | None,
+        **kwargs: Any,
+    ) -> _R:
+        return command(addresses(directory, assignments, config_file), *args, **kwargs)
+
+    return with_addresses
+
+
+def addresses(
+    directory: Path | None, assignments: tuple[str, ...], config_file: str | None
+) -> Addresses:
+    """Where the services are: in a stack's directory, else where the settings say, else
+    (nothing said) in the stack of the current directory. Raises :class:`ConfigError`."""
+    settings = config.load(assignments, config_file=config_file)
+    said = Addresses(settings.registry_endpoint, settings.lease_endpoint)
+    default = config.Settings()
+    nothing_said = said == Addresses(default.registry_endpoint, default.lease_endpoint)
+    if directory is None and nothing_said and (_LOCAL_STACK / records.ENDPOINTS).exists():
+        directory = _LOCAL_STACK
+    if directory is None:
+        return said
+    endpoints = records.load_endpoints(directory)
+    return Addresses(endpoints["registry_grpc"], ",".join(endpoints["lease_replicas_grpc"]))
+
+
+@contextmanager
+def connection(what: str, address: str) -> Iterator[grpc.Channel]:
+    """A channel to the service called ``what`` ("registry"). A call that fails inside
+    ends the command with a sentence."""
+    with rpc.channel(address) as channel:
+        try:
+            yield channel
+        except grpc.RpcError as error:
+            raise click.ClickException(_sentence(what, address, error)) from None
+
+
+def _sentence(what: str, address: str, error: grpc.RpcError) -> str:
+    if not isinstance(error, grpc.Call):
+        return f"the {what} at {address} failed: {error}"
+    if rpc.reason_of(error) == "STORE_UNAVAILABLE":
+        return (
+            f"the {what} at {address} cannot reach its store: start etcd, or look into "
+            f"etcd_endpoints ({error.details()})"
+        )
+    if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        return (
+            f"no {what} answers at {address}: start it (`kvlease up`, `kvlease serve`), or name "
+            "its address with --dir or --set"
+        )
+    return f"the {what} at {address} refuses: {error.details()}"
+
+
+def as_dict(message: Message) -> dict[str, Any]:
+    """protobuf's JSON form with the names of the .proto files, all fields present, and
+    64-bit integers as numbers (all of ours are small enough for JSON)."""
+    value = json_format.MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    _narrow(message, value)
+    return value
+
+
+def _narrow(message: Message, value: dict[str, Any]) -> None:
+    for field, content in message.ListFields():
+        if field.type in _WIDE_INTEGERS:
+            value[field.name] = content
+        elif field.type == FieldDescriptor.TYPE_MESSAGE and field.message_type.file.name.startswith(
+            "kvlease/"
+        ):
+            if isinstance(content, Message):
+                _narrow(content, value[field.name])
+            else:
+                for item, written in zip(content, value[field.name], strict=True):
+                    _narrow(item, written)
+    for field in message.DESCRIPTOR.fields:
+        if field.type in _WIDE_INTEGERS and value.get(field.name) == "0":
+            value[field.name] = 0

@@ -1,0 +1,90 @@
+"""What ``kvlease engines`` and ``kvlease leases`` share: tables, JSON, --watch."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import click
+from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from kvlease.cli.services import as_dict
+
+_WATCH_EVERY_S = 1.0
+
+
+def show(
+    fetch: Callable[[], list[Any]],
+    table: Callable[[list[Any]], Table],
+    *,
+    as_json: bool,
+    watch: bool,
+) -> None:
+    """Prints what ``fetch`` returns (messages), once or, with ``watch``, every second
+    until Ctrl-C: as a table, or as one JSON array (a line each with ``watch``)."""
+    if as_json:
+        while True:
+            click.echo(_json(fetch(), indent=None if watch else 2))
+            if not watch:
+                return
+            time.sleep(_WATCH_EVERY_S)
+    console = new_console()
+    if not watch:
+        console.print(table(fetch()))
+        return
+    with Live(table(fetch()), console=console, auto_refresh=False) as live:
+        while True:
+            time.sleep(_WATCH_EVERY_S)
+            live.update(table(fetch()), refresh=True)
+
+
+def new_console() -> Console:
+    """For tables. Cells are shown as they are: what a client put into a conversation id
+    is not read as rich's markup. A file or pipe gets whole lines."""
+    console = Console(markup=False, highlight=False)
+    return console if console.is_terminal else Console(markup=False, highlight=False, width=200)
+
+
+def clean(text: str) -> str:
+    """``text`` with characters that would steer the terminal shown as escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _json(messages: list[Message], indent: int | None) -> str:
+    return json.dumps([as_dict(message) for message in messages], indent=indent)
+
+
+def new(*columns: str, title: str, numbers: tuple[str, ...] = ()) -> Table:
+    """An empty table; ``numbers`` are the columns to align right."""
+    table = Table(title=title, title_justify="left", header_style="bold")
+    for column in columns:
+        table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
+    return table
+
+
+def ago(timestamp: Timestamp, now_s: float) -> str:
+    """Time from ``timestamp`` to now, for people."""
+    return duration(now_s - timestamp.seconds - timestamp.nanos / 1e9)
+
+
+def until(timestamp: Timestamp, now_s: float) -> str:
+    """Time from now to ``timestamp``, for people."""
+    return duration(timestamp.seconds + timestamp.nanos / 1e9 - now_s)
+
+
+def duration(seconds: float) -> str:
+    """``"42 s"``, ``"7 min 03 s"``, ``"2 h 05 min"``, ``"3 d 4 h"``; 0 s where negative."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"
