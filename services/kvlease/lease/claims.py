@@ -1,0 +1,251 @@
+"""The rules of claims: how much of a lease a prompt may reuse, and whether now.
+
+Pure, like :mod:`kvlease.lease.rules`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvlease import prefix, times
+from kvlease.lease.rules import Limits, State, open_tickets, swept
+from kvlease.v1 import common_pb2, lease_pb2, registry_pb2
+from kvlease.v1.common_pb2 import Outcome
+from kvlease.v1.lease_pb2 import (
+    ClaimRequest,
+    ClaimResponse,
+    ConversationInfo,
+    EndReason,
+    Lease,
+    Ticket,
+)
+from kvlease.v1.registry_pb2 import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What a prompt shares with a lease, in tokens from the start.
+
+    ``proven`` is certain: full chunks that are equal. ``tail`` is the lease's length where
+    its tail may be equal too (only the reader can tell), else 0.
+    """
+
+    proven: int
+    tail: int
+    equal_chunks: int
+    lease_chunks: int
+
+    @property
+    def potential(self) -> int:
+        """The most that the reader may find equal."""
+        return max(self.proven, self.tail)
+
+
+def match(lease: Lease, request: ClaimRequest) -> Match:
+    """Compares the digests of the two."""
+    chunk_tokens = lease.proof.chunk_tokens
+    ours = lease.proof.chunk_digests
+    equal = prefix.matching_chunks(ours, request.proof.chunk_digests)
+    chunks = len(ours) // prefix.DIGEST_SIZE
+    whole = equal == chunks and request.num_prompt_tokens >= lease.num_tokens
+    return Match(
+        proven=equal * chunk_tokens,
+        tail=lease.num_tokens if whole else 0,
+        equal_chunks=equal,
+        lease_chunks=chunks,
+    )
+
+
+def claim(
+    state: State, holder: Engine | None, request: ClaimRequest, limits: Limits, now: float
+) -> tuple[ClaimResponse, Lease | None]:
+    """The answer to a claim, and the lease's record after it: the same object unless a
+    ticket was opened.
+
+    ``holder`` is what is registered under the lease's holder_engine_id now. The order of
+    the checks is the order in which a person would ask: is there a lease, is its holder
+    there, is there time, is it the same text, is it enough, is there room. A ticket that
+    an earlier try of the same call opened is not questioned again.
+    """
+    lease = state.lease
+    if lease is None:
+        return _without_lease(state.info), None
+    found = match(lease, request)
+    ticket = _open_ticket(lease, request, now)
+    if ticket is not None and holder is not None and not _gone(lease, holder):
+        return _hit(lease, holder, found, ticket, now), lease
+    refusal = (
+        _ended_refusal(lease)
+        or _holder_refusal(lease, holder, request)
+        or _time_refusal(lease, limits, now)
+        or _match_refusal(found, lease, request)
+        or _room_refusal(lease, limits, now)
+    )
+    if refusal is not None:
+        return _miss(refusal, found), lease
+    assert holder is not None  # _holder_refusal would have refused
+    ticket = _new_ticket(lease, found, request, limits, now)
+    return _hit(lease, holder, found, ticket, now), _with_ticket(lease, ticket, now)
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    outcome: Outcome.ValueType
+    detail: str
+
+
+_ENDS = {
+    lease_pb2.END_REASON_EXPIRED: _Refusal(
+        common_pb2.OUTCOME_MISS_EXPIRED, "the last lease's retention TTL has passed"
+    ),
+    lease_pb2.END_REASON_BUDGET: _Refusal(
+        common_pb2.OUTCOME_MISS_EXPIRED, "the holder gave the last lease up: it needed the blocks"
+    ),
+    lease_pb2.END_REASON_CONVERSATION_ENDED: _Refusal(
+        common_pb2.OUTCOME_MISS_NO_LEASE, "the conversation was ended"
+    ),
+    lease_pb2.END_REASON_SHUTDOWN: _Refusal(
+        common_pb2.OUTCOME_MISS_NO_LEASE, "the holder of the last lease has shut down"
+    ),
+}
+
+
+def _of_end(reason: EndReason.ValueType) -> _Refusal:
+    return _ENDS.get(reason) or _Refusal(
+        common_pb2.OUTCOME_MISS_ENGINE, "the last lease's holder has lost its session"
+    )
+
+
+def _without_lease(info: ConversationInfo | None) -> ClaimResponse:
+    if info is None or not info.last_lease_id:
+        refusal = _Refusal(
+            common_pb2.OUTCOME_MISS_NO_LEASE, "no turn of the conversation has been granted yet"
+        )
+    elif info.last_end_reason:
+        refusal = _of_end(info.last_end_reason)
+    else:
+        refusal = _Refusal(
+            common_pb2.OUTCOME_MISS_ENGINE,
+            f"{info.last_holder_engine_id}, which held the last lease, has lost its session",
+        )
+    return ClaimResponse(outcome=refusal.outcome, detail=refusal.detail)
+
+
+def _open_ticket(lease: Lease, request: ClaimRequest, now: float) -> Ticket | None:
+    """The ticket that an earlier try of this very call opened."""
+    for ticket in open_tickets(lease.tickets, now):
+        if ticket.ticket_id == request.ticket_id:
+            return ticket
+    return None
+
+
+def _ended_refusal(lease: Lease) -> _Refusal | None:
+    return None if lease.state == lease_pb2.LEASE_STATE_HELD else _of_end(lease.end_reason)
+
+
+def _gone(lease: Lease, holder: Engine) -> bool:
+    return holder.incarnation != lease.holder_incarnation
+
+
+def _holder_refusal(lease: Lease, holder: Engine | None, request: ClaimRequest) -> _Refusal | None:
+    name = lease.holder_engine_id
+    detail = ""
+    if holder is None or _gone(lease, holder):
+        detail = f"{name}, which holds the lease, is not registered any more"
+    elif holder.state == registry_pb2.ENGINE_STATE_DRAINING:
+        detail = f"{name}, which holds the lease, drains"
+    elif lease.compatibility_hash != request.compatibility_hash:
+        detail = f"{name}'s KV cache has another layout than the reader's"
+    elif lease.proof.chunk_tokens != request.proof.chunk_tokens:
+        detail = (
+            f"{name} proves {lease.proof.chunk_tokens} tokens at a time, the reader "
+            f"{request.proof.chunk_tokens}"
+        )
+    return _Refusal(common_pb2.OUTCOME_MISS_ENGINE, detail) if detail else None
+
+
+def _time_refusal(lease: Lease, limits: Limits, now: float) -> _Refusal | None:
+    left_s = times.moment(lease.expire_time) - now
+    if left_s < limits.claim_margin_s:
+        return _Refusal(
+            common_pb2.OUTCOME_MISS_EXPIRED,
+            f"the lease has {max(left_s, 0.0):.1f} s left, a read needs {limits.claim_margin_s:g}",
+        )
+    return None
+
+
+def _match_refusal(found: Match, lease: Lease, request: ClaimRequest) -> _Refusal | None:
+    if found.potential == 0:
+        detail = (
+            f"the lease's first differing chunk is 1 of {found.lease_chunks}"
+            if found.lease_chunks
+            else f"the prompt has {request.num_prompt_tokens} tokens, the lease's only chunk "
+            f"{lease.num_tokens}"
+        )
+        return _Refusal(common_pb2.OUTCOME_MISS_PREFIX, detail)
+    if found.potential < request.min_tokens:
+        return _Refusal(
+            common_pb2.OUTCOME_MISS_SHORT,
+            f"{found.potential} tokens could be reused, {request.min_tokens} would be worth it",
+        )
+    return None
+
+
+def _room_refusal(lease: Lease, limits: Limits, now: float) -> _Refusal | None:
+    reading = len(open_tickets(lease.tickets, now))
+    if reading < limits.max_readers:
+        return None
+    return _Refusal(
+        common_pb2.OUTCOME_MISS_BUSY,
+        f"{reading} readers have the lease open, max_readers is {limits.max_readers}",
+    )
+
+
+def _miss(refusal: _Refusal, found: Match) -> ClaimResponse:
+    tells = refusal.outcome in (common_pb2.OUTCOME_MISS_SHORT, common_pb2.OUTCOME_MISS_BUSY)
+    return ClaimResponse(
+        outcome=refusal.outcome,
+        detail=refusal.detail,
+        proven_tokens=found.proven if tells else 0,
+    )
+
+
+def _new_ticket(
+    lease: Lease, found: Match, request: ClaimRequest, limits: Limits, now: float
+) -> Ticket:
+    # The holder keeps blocks for claim_grace beyond the lease's end, and no longer.
+    deadline = min(now, times.moment(lease.expire_time)) + limits.claim_grace_s
+    return Ticket(
+        ticket_id=request.ticket_id,
+        reader_engine_id=request.reader_engine_id,
+        reader_incarnation=request.reader_incarnation,
+        open_time=times.timestamp(now),
+        deadline=times.timestamp(deadline),
+        num_tokens=found.potential,
+    )
+
+
+def _with_ticket(lease: Lease, ticket: Ticket, now: float) -> Lease:
+    changed = Lease()
+    # A lease that can be claimed is held, so sweeping leaves something.
+    changed.CopyFrom(swept(lease, now) or lease)
+    changed.tickets.append(ticket)
+    changed.claim_count += 1
+    return changed
+
+
+def _hit(lease: Lease, holder: Engine, found: Match, ticket: Ticket, now: float) -> ClaimResponse:
+    rest = "; its tail may be equal too" if found.tail > found.proven else ""
+    return ClaimResponse(
+        outcome=common_pb2.OUTCOME_HIT,
+        proven_tokens=found.proven,
+        tail_num_tokens=found.tail,
+        tail_digest=lease.proof.tail_digest if found.tail else b"",
+        ticket=ticket,
+        ticket_ttl=times.duration(times.moment(ticket.deadline) - now),
+        lease_id=lease.lease_id,
+        kv_transfer_params_json=lease.kv_transfer_params_json,
+        holder=holder,
+        detail=f"{found.equal_chunks} of {found.lease_chunks} chunks are equal{rest}",
+        lease_traceparent=lease.traceparent,
+    )
