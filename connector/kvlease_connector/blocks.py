@@ -34,6 +34,10 @@ class BlockHolder:
         """Blocks without a reference. Safe to read from any thread: one integer."""
         return int(self._pool.get_num_free_blocks())
 
+    def num_blocks(self, request_id: str) -> list[int]:
+        """How many blocks a request has, a number for each group."""
+        return [len(group) for group in self._manager.get_blocks(request_id).blocks]
+
     def hold(self, request_id: str, num_blocks: Sequence[int]) -> list[KVCacheBlock]:
         """Takes a reference on a request's first ``num_blocks[g]`` blocks of each group g.
         The request must not have been freed yet."""

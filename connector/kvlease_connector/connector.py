@@ -54,4 +54,4 @@ class KvLeaseConnector(NixlBaseConnector):  # type: ignore[misc]
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         assert self.connector_worker is not None
-        return self.connector_worker.take_reads_seen()
+        return self.connector_worker.take_report()

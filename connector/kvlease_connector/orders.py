@@ -17,12 +17,24 @@ class WorkerOrders:
 
 
 @dataclass
-class ReadsSeen(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """To the scheduler: how often peers have said that they have read a request's blocks."""
+class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """To the scheduler, after a step. Counts are over the engine's workers."""
 
-    counts: Counter[str] = field(default_factory=Counter)
+    read_by_peers: Counter[str] = field(default_factory=Counter)
+    """How often peers have said that they have read a request's blocks."""
+    given_up: Counter[str] = field(default_factory=Counter)
+    """Requests whose own read was given up while NIXL may still write to their blocks."""
+    settled: Counter[str] = field(default_factory=Counter)
+    """Of those, requests to whose blocks nothing can be written any more."""
+
+    def __bool__(self) -> bool:
+        return bool(self.read_by_peers or self.given_up or self.settled)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Over the engine's workers."""
-        assert isinstance(other, ReadsSeen)
-        return ReadsSeen(self.counts + other.counts)
+        assert isinstance(other, WorkerReport)
+        return WorkerReport(
+            self.read_by_peers + other.read_by_peers,
+            self.given_up + other.given_up,
+            self.settled + other.settled,
+        )

@@ -32,7 +32,7 @@ from kvlease_connector.background import Background
 from kvlease_connector.blocks import BlockHolder
 from kvlease_connector.claims import Answer, Ask, Claims
 from kvlease_connector.decode import DecodeSide, Finished
-from kvlease_connector.orders import ReadsSeen, WorkerOrders
+from kvlease_connector.orders import WorkerOrders, WorkerReport
 from kvlease_connector.prefill import Handoffs, PrefillSide
 from kvlease_connector.session import Session
 
@@ -99,6 +99,8 @@ class KvLeaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         self._handoff_deadlines: dict[str, float] = {}
         self._loading: set[str] = set()
         self._orders = WorkerOrders()
+        self._quarantined: dict[str, list[Any]] = {}
+        """Blocks of reads that were given up, and how many workers may still write."""
 
     def _describe_engine(self, kv_cache_config: KVCacheConfig) -> registry_pb2.Engine:
         parallel = self.vllm_config.parallel_config
@@ -347,13 +349,31 @@ class KvLeaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         super().update_connector_output(connector_output)
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport) and self._handoffs is not None:
+            self._handoffs.read(report.read_by_peers)
+            # Before vLLM gives the blocks of a failed read back to the pool.
+            self._quarantine(report)
         finished = connector_output.finished_recving or set()
         self._loading.difference_update(finished)
         if self._prefill is not None and finished:
             self._prefill.received(finished, connector_output.failed_recving)
-        seen = connector_output.kv_connector_worker_meta
-        if isinstance(seen, ReadsSeen) and self._handoffs is not None:
-            self._handoffs.read(seen.counts)
+
+    def _quarantine(self, report: WorkerReport) -> None:
+        """Keeps blocks to which a read that was given up may still write."""
+        assert self._holder is not None
+        for request_id, count in report.given_up.items():
+            held = self._quarantined.get(request_id)
+            if held is None:
+                groups = self._holder.num_blocks(request_id)
+                held = self._quarantined[request_id] = [self._holder.hold(request_id, groups), 0]
+            held[1] += count
+        for request_id, count in report.settled.items():
+            held = self._quarantined[request_id]
+            held[1] -= count
+            if held[1] <= 0:
+                self._holder.release(held[0])
+                del self._quarantined[request_id]
 
     def request_finished(
         self, request: Request, block_ids: tuple[list[int], ...]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -22,12 +21,13 @@ from vllm.platforms import current_platform
 from vllm.utils.network_utils import make_zmq_path
 
 from kvlease_connector.options import CPU_PROGRESS_DELAY_US
-from kvlease_connector.orders import ReadsSeen, WorkerOrders
+from kvlease_connector.orders import WorkerOrders, WorkerReport
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
         NixlConnectorMetadata,
+        ReqMeta,
     )
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -44,8 +44,13 @@ class KvLeaseWorker(NixlPullConnectorWorker):  # type: ignore[misc]
     ) -> None:
         self._options = options
         self._connect_timeout_s = options.settings.connect_timeout
-        self._read_deadlines: dict[str, float] = {}
-        self._reads_seen: Counter[str] = Counter()
+        self._read_timeout_s = options.settings.pull_timeout
+        self._ticket_ends: dict[str, float] = {}
+        self._report = WorkerReport()
+        self._started: dict[str, float] = {}
+        self._stuck: dict[str, list[int]] = {}
+        """Handles of reads that were given up and may still write."""
+        self._stuck_engines: dict[str, str] = {}
         delay_us = options.progress_thread_delay_us
         if delay_us is None and current_platform.device_type == "cpu":
             delay_us = CPU_PROGRESS_DELAY_US
@@ -53,19 +58,28 @@ class KvLeaseWorker(NixlPullConnectorWorker):  # type: ignore[misc]
             super().__init__(vllm_config, options.transfer_engine_id, kv_cache_config)
 
     def start_load_kv(self, metadata: NixlConnectorMetadata) -> None:
+        now = time.monotonic()
         orders = getattr(metadata, "kvlease", None)
         if isinstance(orders, WorkerOrders):
-            now = time.monotonic()
             for request_id, seconds in orders.read_within_s.items():
-                self._read_deadlines[request_id] = now + seconds
+                self._ticket_ends[request_id] = now + seconds
         super().start_load_kv(metadata)
 
-    def take_reads_seen(self) -> ReadsSeen | None:
-        """Reads by peers since the last call; None if there were none."""
-        if not self._reads_seen:
+    def take_report(self) -> WorkerReport | None:
+        """What has happened since the last call; None if nothing has."""
+        if not self._report:
             return None
-        seen, self._reads_seen = self._reads_seen, Counter()
-        return ReadsSeen(seen)
+        report, self._report = self._report, WorkerReport()
+        return report
+
+    def get_transfer_results(self) -> Any:
+        self._give_up_late_reads()
+        self._look_at_stuck_reads()
+        results = super().get_transfer_results()
+        for request_id in results.finished_recving:
+            self._started.pop(request_id, None)
+            self._ticket_ends.pop(request_id, None)
+        return results
 
     def _get_new_notifs(self) -> set[str]:
         """Peers' messages that they have read a request's blocks ("<request>:<consumers>",
@@ -80,20 +94,62 @@ class KvLeaseWorker(NixlPullConnectorWorker):  # type: ignore[misc]
                 self.consumer_notification_counts_by_req[request_id] += 1
                 if self.consumer_notification_counts_by_req[request_id] >= int(consumers):
                     del self.consumer_notification_counts_by_req[request_id]
-                    self._reads_seen[request_id] += 1
+                    self._report.read_by_peers[request_id] += 1
         return set()
 
     def _pop_done_transfers(self, transfers: dict[str, list[int]]) -> tuple[set[str], set[str]]:
-        """A read that ended after its ticket's deadline may have met blocks in other use:
-        it counts as failed."""
+        """A read that ended after its ticket may have met blocks in other use: it counts
+        as failed."""
         done, failed = super()._pop_done_transfers(transfers)
         now = time.monotonic()
-        for request_id in done:
-            deadline = self._read_deadlines.pop(request_id, None)
-            if deadline is not None and now > deadline and request_id not in failed:
+        for request_id in done - failed:
+            if now > self._ticket_ends.get(request_id, now):
                 log.warning("a read ended after its ticket", request_id=request_id)
                 failed.add(request_id)
         return done, failed
+
+    def _give_up_late_reads(self) -> None:
+        """A read that hangs must not hang its request: it counts as failed after the pull
+        timeout. But neither releasing its handle nor removing the peer stops the bytes, so
+        its blocks stay out of use until NIXL says that it is done or has failed; the
+        scheduler is told."""
+        late = time.monotonic() - self._read_timeout_s
+        for request_id, started in list(self._started.items()):
+            if started > late or not self._recving_transfers.get(request_id):
+                continue
+            meta = self._recving_metadata[request_id]
+            assert meta.remote is not None
+            log.warning(
+                "a read was given up",
+                request_id=request_id,
+                source=meta.remote.engine_id,
+                seconds=self._read_timeout_s,
+            )
+            del self._started[request_id]
+            self._stuck[request_id] = self._recving_transfers.pop(request_id)
+            self._stuck_engines[request_id] = meta.remote.engine_id
+            self._report.given_up[request_id] += 1
+            self._handle_failed_transfer(request_id, None, self._recv_failures)
+
+    def _look_at_stuck_reads(self) -> None:
+        """Whether NIXL has made an end of the reads that were given up."""
+        if not self._stuck:
+            return
+        done, _ = super()._pop_done_transfers(self._stuck)
+        for request_id in done:
+            del self._stuck_engines[request_id]
+            self._report.settled[request_id] += 1
+
+    def _read_blocks_for_req(self, req_id: str, meta: ReqMeta) -> None:
+        super()._read_blocks_for_req(req_id, meta)
+        if self._recving_transfers.get(req_id):
+            # The handshake, if there was one, is over: the read runs from here.
+            self._started[req_id] = time.monotonic()
+
+    def _cleanup_remote_engine(self, engine_id: str, *, log_eviction: bool = True) -> None:
+        """Not while a read that was given up still uses what is known of the engine."""
+        if engine_id not in self._stuck_engines.values():
+            super()._cleanup_remote_engine(engine_id, log_eviction=log_eviction)
 
     def _nixl_handshake(self, host: str, port: int, *args: Any, **kwargs: Any) -> Any:
         """In a thread of the handshake executor. vLLM waits 5 s for a peer that is dead;
