@@ -7,6 +7,7 @@ gone never slows a turn. Names and attributes of the spans: docs/tracing.md.
 from __future__ import annotations
 
 import os
+import threading
 import uuid
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -38,15 +39,34 @@ class Telemetry:
             }
         )
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._exporter: OTLPSpanExporter | None = None
         if os.environ.get(ENDPOINT_ENV):
+            self._exporter = OTLPSpanExporter()
             self._provider.add_span_processor(
-                BatchSpanProcessor(OTLPSpanExporter(), schedule_delay_millis=1000)
+                BatchSpanProcessor(self._exporter, schedule_delay_millis=1000)
             )
         self.tracer = self._provider.get_tracer("kvlease", version("kvlease"))
 
-    def shutdown(self) -> None:
-        """Exports what is left, within the exporter's own deadline."""
-        self._provider.shutdown()
+    def flush(self) -> None:
+        """Exports what has ended so far. Blocks, up to the exporter's own deadline."""
+        self._provider.force_flush()
+
+    def shutdown(self, timeout_s: float = 2.0) -> None:
+        """Exports what is left, in at most about ``timeout_s``. Blocks.
+
+        The SDK would wait half a minute for a collector that is gone: its worker thread
+        sleeps between tries until the exporter itself is told to stop.
+        """
+        if self._exporter is None:
+            self._provider.shutdown()
+            return
+        stopper = threading.Timer(timeout_s, self._exporter.shutdown)
+        stopper.daemon = True
+        stopper.start()
+        try:
+            self._provider.shutdown()
+        finally:
+            stopper.cancel()
 
 
 def extract(headers: Mapping[str, str]) -> Context:

@@ -1,0 +1,86 @@
+"""Errors in the shape that OpenAI's clients know. Every message says what to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from aiohttp import web
+
+
+@dataclass(slots=True)
+class HttpError(Exception):
+    """A request ends with this answer. ``code`` is a word for programs."""
+
+    status: int
+    message: str
+    code: str
+    kind: str = "invalid_request_error"
+    param: str = ""
+
+    def body(self) -> bytes:
+        """The response body."""
+        return json.dumps(self._content()).encode()
+
+    def event(self) -> bytes:
+        """The same as a server-sent event, for a stream that has begun."""
+        return b"data: " + json.dumps(self._content()).encode() + b"\n\n"
+
+    def _content(self) -> dict[str, object]:
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.kind,
+                "param": self.param or None,
+                "code": self.code,
+            }
+        }
+
+    def response(self, headers: Mapping[str, str] | None = None) -> web.Response:
+        """The whole answer."""
+        return web.Response(
+            status=self.status,
+            body=self.body(),
+            content_type="application/json",
+            headers=dict(headers or {}),
+        )
+
+
+def unauthorized() -> HttpError:
+    """No known API key."""
+    return HttpError(
+        401,
+        "The API key is missing or unknown: send a configured one as 'Authorization: Bearer KEY'.",
+        "invalid_api_key",
+    )
+
+
+def too_large(limit: int) -> HttpError:
+    """The body is larger than ``limit`` bytes."""
+    return HttpError(
+        413,
+        f"The request body is larger than {limit} bytes: send less, or have max_body_bytes raised.",
+        "request_too_large",
+    )
+
+
+def unknown_model(model: str, known: list[str]) -> HttpError:
+    """No engine serves ``model``."""
+    there = ", ".join(known) or "none: no engine is registered"
+    return HttpError(
+        404,
+        f"The model {model!r} is not served here. Known models: {there}.",
+        "model_not_found",
+        param="model",
+    )
+
+
+def unavailable(message: str, code: str) -> HttpError:
+    """Nothing is wrong with the request; it can be sent again."""
+    return HttpError(503, message, code, kind="service_unavailable")
+
+
+def engine_lost(message: str) -> HttpError:
+    """A decode engine went away in the middle of its answer."""
+    return HttpError(502, message, "engine_lost", kind="server_error")

@@ -1,0 +1,257 @@
+"""A turn from its arrival to its last byte: read, route, prefill, decode."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+
+import structlog
+from aiohttp import web
+from opentelemetry.trace import Tracer
+
+from kvlease import telemetry
+from kvlease.router import errors, rules
+from kvlease.router.ask import Ask, read_ask
+from kvlease.router.decode import TurnLost, decode
+from kvlease.router.errors import HttpError
+from kvlease.router.leases import Leases
+from kvlease.router.prefill import Refused, prefill
+from kvlease.router.relay import ClientGone, Relay
+from kvlease.router.spans import TurnTrace
+from kvlease.router.split import Endpoint
+from kvlease.router.turn import DECODE, PREFILL, Tools, Turn
+
+TRACE_ID_HEADER = "x-kvlease-trace-id"
+
+_log = structlog.get_logger("kvlease.router")
+
+
+class Turns:
+    """Serves turns. ``keys``: API key → tenant; None where there are none."""
+
+    def __init__(
+        self,
+        tools: Tools,
+        leases: Leases,
+        tracer: Tracer,
+        keys: Mapping[str, str] | None,
+        max_body_bytes: int,
+    ) -> None:
+        self._tools = tools
+        self._leases = leases
+        self._tracer = tracer
+        self._keys = keys
+        self._max_body_bytes = max_body_bytes
+
+    async def serve(self, request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
+        """Answers one request, whatever happens."""
+        metrics = self._tools.metrics
+        answer = _Answer(request, TurnTrace(self._tracer, request.headers, endpoint))
+        metrics.in_flight.inc()
+        try:
+            return await self._answer(answer, endpoint)
+        except asyncio.CancelledError:
+            answer.end = "disconnected"
+            raise
+        finally:
+            metrics.in_flight.dec()
+            trace = answer.trace
+            metrics.turns.labels(trace.outcome or "none", answer.end).inc()
+            if trace.ttft_s is not None:
+                metrics.ttft.labels(trace.outcome).observe(trace.ttft_s)
+            if answer.end == "disconnected":
+                trace.end(status=0, error="the client went away")
+            else:
+                trace.end(status=answer.status, error=answer.error)
+
+    async def _answer(self, answer: _Answer, endpoint: Endpoint) -> web.StreamResponse:
+        try:
+            ask = await self._read(answer.request, endpoint)
+            answer.trace.asked(ask)
+            return await self._run(await self._route(ask, answer), answer)
+        except HttpError as error:
+            return await answer.fail(error)
+        except rules.InvalidRequest as error:
+            return await answer.fail(
+                HttpError(400, str(error), "invalid_request", param=error.param)
+            )
+        except Refused as refused:
+            return answer.refuse(refused)
+        except ClientGone:
+            answer.end = "disconnected"
+            assert answer.relay is not None
+            assert answer.relay.response is not None
+            return answer.relay.response
+        except Exception as error:
+            # The last resort: a client gets an answer, and the trace id finds the cause.
+            _log.exception("turn failed", trace_id=answer.trace.trace_id)
+            return await answer.fail(
+                HttpError(
+                    500,
+                    f"The router failed ({type(error).__name__}). Report it with the trace id "
+                    f"{answer.trace.trace_id}.",
+                    "internal_error",
+                    kind="server_error",
+                )
+            )
+
+    async def _read(self, request: web.Request, endpoint: Endpoint) -> Ask:
+        try:
+            tenant = rules.tenant_of(request.headers.get("Authorization", ""), self._keys)
+        except rules.UnknownKey:
+            raise errors.unauthorized() from None
+        try:
+            raw = await request.read()
+        except web.HTTPRequestEntityTooLarge:
+            raise errors.too_large(self._max_body_bytes) from None
+        ask = read_ask(endpoint, raw, request.headers, tenant)
+        engines = self._tools.engines
+        known = [engine.model for engine in engines.models()]
+        if ask.model in known:
+            return ask
+        if not known:
+            raise errors.unavailable(engines.unready_reason(), "no_engine")
+        if ask.model:
+            raise errors.unknown_model(ask.model, known)
+        if len(known) > 1:
+            raise rules.InvalidRequest(f"model is missing: name one of {', '.join(known)}", "model")
+        return replace(ask, model=known[0])
+
+    async def _route(self, ask: Ask, answer: _Answer) -> Turn:
+        """Counts the turn and makes sure that it can be served. The engines that are
+        picked here are a forecast: each half picks again when it comes to it."""
+        trace = answer.trace
+        turn = Turn(ask, trace, self._passed_on(answer.request))
+        engines = self._tools.engines
+        with trace.route() as span:
+            if ask.conversation_id:
+                started = await self._leases.start_turn(ask.conversation, telemetry.inject(span))
+                turn.number, turn.lease = started.number, started.lease
+                if started.failure:
+                    span.set_attribute("kvlease.start_turn.failure", started.failure)
+                    self._tools.metrics.start_turn_failures.inc()
+            trace.started(turn.number, turn.lease)
+            halves = {
+                "prefill": (
+                    found := engines.candidates(PREFILL, ask.model),
+                    rules.choose_prefill(found, ask.affinity),
+                ),
+                "decode": (
+                    found := engines.candidates(DECODE, ask.model),
+                    rules.choose_decode(found, turn.lease, ask.affinity),
+                ),
+            }
+            for half, (candidates, choice) in halves.items():
+                names = [candidate.engine.engine_id for candidate in candidates]
+                span.set_attribute(f"kvlease.{half}.candidates", names)
+                span.set_attribute(f"kvlease.{half}.reason", choice.reason)
+                if choice.engine is not None:
+                    span.set_attribute(f"kvlease.{half}.engine_id", choice.engine.engine_id)
+            decode_choice = halves["decode"][1]
+            if decode_choice.engine is None:
+                raise errors.unavailable(
+                    f"The model {ask.model!r} cannot be served: {decode_choice.reason}. "
+                    "Start a decode engine.",
+                    "no_decode_engine",
+                )
+        answer.turn = turn
+        return turn
+
+    def _passed_on(self, request: web.Request) -> dict[str, str]:
+        """Of the client's headers, engines get none but the credentials that they may
+        check themselves: others change what vLLM does (X-data-parallel-rank,
+        X-Vllm-Priority, X-Session-ID)."""
+        if self._keys is None and "Authorization" in request.headers:
+            return {"Authorization": request.headers["Authorization"]}
+        return {}
+
+    async def _run(self, turn: Turn, answer: _Answer) -> web.StreamResponse:
+        relay = answer.relay = Relay(answer.request, answer.headers, turn.trace.first_content)
+        for last_try in (False, True):
+            prefilled = await prefill(turn, self._tools)
+            answer.handed_over(prefilled.handoff.reused_tokens)
+            turn.trace.handed_over(prefilled.handoff)
+            try:
+                response = await decode(turn, self._tools, prefilled, relay, last_try=last_try)
+            except TurnLost as lost:
+                if last_try:
+                    raise errors.engine_lost(f"{lost}. Send the request again.") from lost
+                await self._prepare_again(turn, lost)
+                continue
+            self._tools.metrics.prompt_tokens.inc(prefilled.handoff.prompt_tokens)
+            self._tools.metrics.reused_tokens.inc(prefilled.handoff.reused_tokens)
+            answer.finished(response)
+            return response
+        raise AssertionError("unreachable: the last try returns or raises")
+
+    async def _prepare_again(self, turn: Turn, lost: TurnLost) -> None:
+        """Before the prompt is computed once more: is there anyone to answer?"""
+        candidates = self._tools.engines.candidates(DECODE, turn.ask.model)
+        choice = rules.choose_decode(candidates, turn.lease, turn.ask.affinity, turn.failed)
+        if choice.engine is not None:
+            return
+        if lost.failure is None or not await turn.forgive(self._tools, lost.failure):
+            raise errors.engine_lost(f"{lost}, and {choice.reason}. Send the request again.")
+
+
+class _Answer:
+    """What the client gets, and how the turn ended: ``end`` is a word for metrics."""
+
+    def __init__(self, request: web.Request, trace: TurnTrace) -> None:
+        self.request = request
+        self.trace = trace
+        self.turn: Turn | None = None
+        self.relay: Relay | None = None
+        self.end = "failed"
+        self.status = 0
+        self.error = ""
+        self._reused_tokens = 0
+
+    def handed_over(self, reused_tokens: int) -> None:
+        """The prefill half has ended."""
+        self._reused_tokens = reused_tokens
+
+    def headers(self) -> dict[str, str]:
+        """Ours, as far as the turn has got."""
+        headers = {TRACE_ID_HEADER: self.trace.trace_id}
+        if self.turn is not None:
+            headers["x-request-id"] = self.turn.ask.request_id
+            headers["x-kvlease-turn"] = str(self.turn.number)
+        if self.trace.outcome:
+            headers["x-kvlease-outcome"] = self.trace.outcome
+            headers["x-kvlease-reused-tokens"] = str(self._reused_tokens)
+        return headers
+
+    def finished(self, response: web.StreamResponse) -> None:
+        """The engine's answer has been passed on, whole."""
+        self.status = response.status
+        self.end = _end(response.status)
+        if response.status >= 400:
+            self.error = f"the decode engine answered with status {response.status}"
+
+    def refuse(self, refused: Refused) -> web.Response:
+        """The prefill engine's own words."""
+        self.status, self.end = refused.status, _end(refused.status)
+        self.error = f"the prefill engine answered with status {refused.status}"
+        response = web.Response(status=refused.status, body=refused.body, headers=self.headers())
+        response.headers["Content-Type"] = refused.content_type
+        return response
+
+    async def fail(self, error: HttpError) -> web.StreamResponse:
+        """The router's own words, or the end of an answer that has begun."""
+        self.status, self.end, self.error = error.status, _end(error.status), error.message
+        if self.relay is None or self.relay.response is None:
+            return error.response(self.headers())
+        self.status = self.relay.response.status
+        try:
+            await self.relay.fail(error)
+        except ClientGone:
+            self.end = "disconnected"
+        return self.relay.response
+
+
+def _end(status: int) -> str:
+    if status < 400:
+        return "ok"
+    return "client_error" if status < 500 else "failed"
