@@ -5,9 +5,9 @@ watches: the part of etcd's v3 API that kvlease uses, and nothing more. Two stor
 implement it, :mod:`kvlease.store.etcd` and :mod:`kvlease.store.memory`; both pass the
 tests in ``tests/contract``.
 
-Keys are text, values are bytes (serialized protobuf messages). A revision is a
-positive integer that grows with every write to the store; a key's revision is that
-of the last write to it, and 0 stands for "the key does not exist".
+Keys are text that starts with a slash, values are bytes (serialized protobuf messages).
+A revision is a positive integer that grows with every write to the store; a key's
+revision is that of the last write to it, and 0 stands for "the key does not exist".
 """
 
 from __future__ import annotations
@@ -70,11 +70,19 @@ MAX_COMMIT_KEYS = 100
 a transaction by default (``--max-txn-ops``); the rest is the store's own."""
 
 
+def check_key(key: str) -> None:
+    """Raises ValueError for what is no key, nor a prefix of keys."""
+    if not key.startswith("/"):
+        raise ValueError(f"the key {key!r} does not start with a slash")
+
+
 def check_commit(expect: Mapping[str, int], writes: Sequence[Write]) -> None:
     """Raises ValueError for a commit that no store could apply as it is meant."""
     keys = {write.key for write in writes}
     if len(keys) < len(writes):
         raise ValueError("a commit writes one key twice")
+    for key in keys:
+        check_key(key)
     if max(len(expect), len(keys)) > MAX_COMMIT_KEYS:
         raise ValueError(f"a commit takes at most {MAX_COMMIT_KEYS} keys: split it")
 

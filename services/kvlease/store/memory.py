@@ -25,6 +25,7 @@ from kvlease.store.base import (
     WatchEvent,
     Write,
     check_commit,
+    check_key,
 )
 from kvlease.store.view import View
 
@@ -86,6 +87,7 @@ class MemoryStore:
         return {key: self._items.get(key) for key in keys}
 
     async def list(self, prefix: str, *, after: str = "", limit: int = 0) -> Sequence[Versioned]:
+        check_key(prefix)
         await self._enter()
         found = self._under(prefix)
         if after:
@@ -108,6 +110,7 @@ class MemoryStore:
         return Committed(self._revision)
 
     async def watch(self, prefix: str) -> AsyncIterator[WatchEvent]:
+        check_key(prefix)
         feed = _Feed(prefix, self._max_backlog)
         view = View()
         self._feeds.add(feed)
