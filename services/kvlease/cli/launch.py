@@ -12,18 +12,17 @@ import re
 import shlex
 import socket
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from kvlease import telemetry
 from kvlease.config import ConfigError, Settings
+from kvlease_connector import compat
+from kvlease_connector.options import CPU_PROGRESS_DELAY_US
 
 Role = Literal["prefill", "decode"]
-
-SUPPORTED_VLLM = ((0, 32), (0, 33))
 
 # Settings that no engine reads: the services' own store, addresses and keys. They stay
 # out of an engine's command line, which every user of a machine can read.
@@ -31,17 +30,15 @@ _NOT_FOR_ENGINES = re.compile(r"etcd_\w+|\w+_listen|api_keys_file")
 
 _ROLE = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
-# Why each of these: docs/engines.md. A variable that is set already is left as it is.
+# A variable that is set already is left as it is.
 _CPU_ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "2",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB; vLLM takes half of the memory otherwise
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # --cpuset binds; vLLM would bind to all cores
     "OMP_NUM_THREADS": "1",
-    "KMP_BLOCKTIME": "1",
-    "UCX_TLS": "all",
+    "KMP_BLOCKTIME": "1",  # an idle OpenMP thread spins no longer than 1 ms
+    "UCX_TLS": "all",  # shared memory between engines of one host: 10 times as fast as TCP
 }
 _CPU_MAX_MODEL_LEN = 16384
-# NIXL's progress thread spins on a whole core with its own default of 0.
-_CPU_PROGRESS_THREAD_DELAY_US = 1000
 
 
 @dataclass(frozen=True)
@@ -140,7 +137,8 @@ def transfer_config(engine: Engine) -> dict[str, Any]:
                 "http_address": engine.http_address,
                 "incarnation": engine.incarnation,
                 "weights_version": engine.weights_version,
-                "progress_thread_delay_us": _CPU_PROGRESS_THREAD_DELAY_US if engine.cpu else 0,
+                # NIXL's own default of 0 spins on a whole core.
+                "progress_thread_delay_us": CPU_PROGRESS_DELAY_US if engine.cpu else 0,
                 "settings": _settings_for_engines(settings),
             },
         },
@@ -238,26 +236,12 @@ def check_model(model: str, *, cpu: bool) -> None:
 
 def check_vllm() -> None:
     """Raises :class:`ConfigError` unless a supported vLLM is installed."""
-    supported = " or ".join(f"{major}.{minor}" for major, minor in SUPPORTED_VLLM)
-    for package in ("vllm", "vllm-cpu"):
-        try:
-            version = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-        if tuple(re.findall(r"\d+", version)[:2]) in _as_text(SUPPORTED_VLLM):
-            return
+    try:
+        compat.require_supported_vllm()
+    except compat.UnsupportedVllm as error:
         raise ConfigError(
-            f"{package} {version} is not supported: install vLLM {supported} "
-            f"(`pip install 'vllm=={SUPPORTED_VLLM[-1][0]}.{SUPPORTED_VLLM[-1][1]}.*'`)"
-        )
-    raise ConfigError(
-        f"vLLM is not installed beside kvlease: run `pip install 'kvlease[engine]'` for vLLM "
-        f"{supported} on GPUs, or `make install` in kvlease's repository for its CPU build"
-    )
-
-
-def _as_text(versions: Iterable[tuple[int, int]]) -> set[tuple[str, str]]:
-    return {(str(major), str(minor)) for major, minor in versions}
+            f"{error} (its CPU build: `make install` in kvlease's repository)"
+        ) from None
 
 
 def check_port(host: str, port: int, option: str) -> None:

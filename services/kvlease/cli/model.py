@@ -7,16 +7,19 @@ from pathlib import Path
 
 import click
 
+_EXAMPLES = """\b
+Examples:
+  kvlease model make build/model
+  kvlease engine prefill --cpu --model build/model
+"""
 
-@click.group()
+
+@click.group(epilog=_EXAMPLES)
 def model() -> None:
     """A small model to try kvlease with, made on the spot."""
 
 
-@model.command(
-    epilog="\b\nExamples:\n  kvlease model make build/model\n"
-    "  kvlease engine prefill --cpu --model build/model\n"
-)
+@model.command(epilog=_EXAMPLES)
 @click.argument("directory", type=click.Path(path_type=Path))
 def make(directory: Path) -> None:
     """Makes a small model (Qwen3 architecture, 24 million parameters, 49 MB, one token a
