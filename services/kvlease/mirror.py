@@ -58,6 +58,7 @@ class Change(Generic[Record]):
     """A key's record before and after a change; None: absent. ``after_gap``: the moment
     of the removal was not seen."""
 
+    key: str
     before: Record | None
     after: Record | None
     after_gap: bool = False
@@ -184,7 +185,7 @@ class Mirror(Generic[Record]):
             case Removed(key, _, after_gap):
                 gone = self._entries.pop(key, None)
                 if gone is not None:
-                    self._publish(Change(gone.record, None, after_gap))
+                    self._publish(Change(key, gone.record, None, after_gap))
 
     def _change(self, item: Versioned) -> None:
         try:
@@ -195,7 +196,7 @@ class Mirror(Generic[Record]):
             return
         before = self._entries.get(item.key)
         self._entries[item.key] = entry
-        self._publish(Change(before.record if before else None, entry.record))
+        self._publish(Change(item.key, before.record if before else None, entry.record))
 
     def _publish(self, change: Change[Record]) -> None:
         for subscription in self._subscriptions:

@@ -1,0 +1,74 @@
+"""The lease service as a process part: built, served, stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+
+from kvlease import metrics, rpc, serving
+from kvlease.config import Settings
+from kvlease.lease import keys
+from kvlease.lease.buckets import Buckets
+from kvlease.lease.records import LeaseView, Records
+from kvlease.lease.rules import Limits
+from kvlease.lease.server import SERVICE, LeaseServer
+from kvlease.lease.service import LeaseOperations
+from kvlease.lease.sweeper import Sweeper
+from kvlease.mirror import Mirror
+from kvlease.registry import keys as registry_keys
+from kvlease.registry.server import parse_engine
+from kvlease.store.base import Store
+from kvlease.telemetry import ENDPOINT_ENV, Telemetry
+from kvlease.v1 import lease_pb2, lease_pb2_grpc
+from kvlease.v1.lease_pb2 import LeaseState
+from kvlease.v1.registry_pb2 import Engine
+
+
+async def serve_lease(
+    settings: Settings, stop: asyncio.Event, store: Store, ready: serving.Ready = serving.log_ready
+) -> None:
+    """Serves on ``lease_listen`` until ``stop`` is set; ``ready("lease", address)`` is
+    called once it can work. The store is not closed.
+
+    Raises :class:`~kvlease.config.ConfigError` if the address cannot be listened on.
+    """
+    # Spans that go nowhere cost as much as those that do.
+    telemetry = Telemetry("kvlease-lease-service") if os.environ.get(ENDPOINT_ENV) else None
+    server = rpc.Server([SERVICE])
+    leases: Mirror[LeaseView] = Mirror(store, keys.LEASES, LeaseView.parse)
+    engines: Mirror[Engine] = Mirror(store, registry_keys.ENGINES, parse_engine)
+    monitor = serving.StoreMonitor(store, server, [leases, engines])
+    limits = Limits.of(settings)
+    records = Records(store, leases, engines, Buckets(store, settings.conversation_ttl))
+    operations = LeaseOperations(records, leases, limits)
+    servicer = LeaseServer(operations, leases, monitor, telemetry.tracer if telemetry else None)
+    lease_pb2_grpc.add_LeaseServiceServicer_to_server(servicer, server.grpc)
+    _expose(leases)
+    try:
+        await serving.run(
+            server,
+            settings.lease_listen,
+            stop,
+            name="lease",
+            monitor=monitor,
+            mirrors=[leases, engines],
+            others=[Sweeper(operations, leases, limits).run()],
+            ready=ready,
+        )
+    finally:
+        if telemetry is not None:
+            await asyncio.to_thread(telemetry.shutdown)
+
+
+def _expose(leases: Mirror[LeaseView]) -> None:
+    """Lets Prometheus count the leases whenever it scrapes."""
+    for state, word in (
+        (lease_pb2.LEASE_STATE_HELD, "held"),
+        (lease_pb2.LEASE_STATE_ENDING, "ending"),
+    ):
+        metrics.LEASES.labels(word).set_function(functools.partial(_count, leases, state))
+
+
+def _count(leases: Mirror[LeaseView], state: LeaseState.ValueType) -> int:
+    return sum(entry.record.lease.state == state for entry in leases.entries())
