@@ -9,11 +9,10 @@ under one lock that is never held over a call.
 from __future__ import annotations
 
 import asyncio
-import math
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,8 +26,9 @@ from kvlease.config import Settings
 from kvlease.v1 import common_pb2, lease_pb2, lease_pb2_grpc, registry_pb2
 from kvlease_connector.background import Background
 from kvlease_connector.blocks import BlockHolder
-from kvlease_connector.retention import HeldLease, Phase, over_budget, victims
+from kvlease_connector.retention import HeldLease, Phase, over_budget
 from kvlease_connector.session import Session
+from kvlease_connector.table import Entry, LeaseTable
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -39,6 +39,8 @@ CALL_TIMEOUT_S = 2.0
 GRANT_TRIES_S = 5.0
 """A grant without a clear answer is tried again for so long, then revoked: until one of
 the two is confirmed the store may show the lease."""
+
+_REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
 
 RETRY_S = 0.2
 SWEEP_S = 0.2
@@ -62,17 +64,11 @@ class Finished:
 
 
 @dataclass(slots=True)
-class _Entry:
-    finished: Finished
-    lease: HeldLease
+class _Kept:
+    """What belongs to an entry of the table besides the rules."""
+
+    turn: Finished
     blocks: list[KVCacheBlock]
-    session_id: str
-    seen_in_watch: bool = False
-    asked_at: float = 0.0
-    """When the grant was sent first."""
-    held_since: float = math.inf
-    """When the grant was answered."""
-    reason: lease_pb2.EndReason.ValueType = lease_pb2.END_REASON_EXPIRED
 
 
 class DecodeSide:
@@ -98,7 +94,8 @@ class DecodeSide:
         self._chunk_tokens = chunk_tokens
         self._clock = clock
         self._lock = threading.Lock()
-        self._entries: dict[str, _Entry] = {}
+        self._table = LeaseTable()
+        self._kept: dict[str, _Kept] = {}
         self._holder: BlockHolder | None = None
         self._session: Session | None = None
 
@@ -131,20 +128,20 @@ class DecodeSide:
             retention_s=turn.retention_s,
             claim_grace_s=self._settings.claim_grace,
         )
-        entry = _Entry(turn, lease, blocks, session.session_id or "", asked_at=now)
+        entry = Entry(turn.conversation, session.session_id or "", lease, asked_at=now)
         with self._lock:
-            self._entries[lease.lease_id] = entry
-        self._background.submit(self._grant(entry), "grant")
+            self._table.add(entry)
+            self._kept[lease.lease_id] = _Kept(turn, blocks)
+        self._background.submit(self._grant(entry, turn), "grant")
 
     def drain(self) -> None:
         """Frees the blocks of leases that nobody can be reading."""
-        now = self._clock()
         with self._lock:
-            done = [key for key, entry in self._entries.items() if entry.lease.may_free(now)]
-            entries = [self._entries.pop(key) for key in done]
-        for entry in entries:
+            free = self._table.take_free(self._clock())
+            kept = [self._kept.pop(entry.lease.lease_id) for entry in free]
+        for entry, item in zip(free, kept, strict=True):
             assert self._holder is not None
-            self._holder.release(entry.blocks)
+            self._holder.release(item.blocks)
             if entry.lease.tickets or entry.lease.phase is not Phase.ENDED:
                 # Readers that never closed their tickets leave a record behind: one more
                 # revocation sweeps it.
@@ -170,24 +167,10 @@ class DecodeSide:
 
     def _revoke_cheapest(self, blocks_needed: int) -> bool:
         with self._lock:
-            entries = dict(self._entries)
-            chosen = victims(
-                [entry.lease for entry in entries.values()],
-                blocks_needed=blocks_needed,
-                now=self._clock(),
-            )
-            for lease in chosen:
-                lease.revoking = True
-            coming = sum(
-                entry.lease.num_blocks
-                for entry in entries.values()
-                if entry.lease.revoking or entry.lease.phase is Phase.ENDED
-            )
-        for lease in chosen:
-            entry = entries[lease.lease_id]
-            entry.reason = lease_pb2.END_REASON_BUDGET
+            chosen, enough = self._table.take_victims(blocks_needed, self._clock())
+        for entry in chosen:
             self._background.submit(self._revoke(entry), "revoke")
-        return coming >= blocks_needed
+        return enough
 
     # --- any thread -------------------------------------------------------------------
 
@@ -200,12 +183,13 @@ class DecodeSide:
             free_ids: set[int] = set()
             held_ids: set[int] = set()
             leases = 0
-            for entry in self._entries.values():
+            for lease_id, entry in self._table.entries.items():
+                ids = map(id, self._kept[lease_id].blocks)
                 if entry.lease.may_free(now):
-                    free_ids.update(id(block) for block in entry.blocks)
+                    free_ids.update(ids)
                 else:
                     leases += 1
-                    held_ids.update(id(block) for block in entry.blocks)
+                    held_ids.update(ids)
         return registry_pb2.BlockUsage(
             total_blocks=self._holder.total_blocks,
             free_blocks=self._holder.free_blocks + len(free_ids - held_ids),
@@ -215,14 +199,13 @@ class DecodeSide:
 
     # --- background loop --------------------------------------------------------------
 
-    def session_lost(self, ended_by: float) -> None:
+    def session_lost(self, session_id: str, ended_by: float) -> None:
         """The session is over, and with it every lease: at ``ended_by`` at the latest."""
         with self._lock:
-            for entry in self._entries.values():
-                entry.lease.end(ended_by, unseen_tickets=True)
+            self._table.session_lost(session_id, ended_by)
 
-    async def _grant(self, entry: _Entry) -> None:
-        turn, lease = entry.finished, entry.lease
+    async def _grant(self, entry: Entry, turn: Finished) -> None:
+        lease = entry.lease
         with self._tracer.start_as_current_span(
             "lease.grant",
             context=telemetry.extract({"traceparent": turn.traceparent}),
@@ -235,15 +218,15 @@ class DecodeSide:
                 "kvlease.blocks": lease.num_blocks,
             },
         ) as span:
-            refusal = await self._grant_until_answered(entry, span)
+            refusal = await self._grant_until_answered(entry, turn, span)
             span.set_attribute("kvlease.granted", refusal == "")
             if refusal:
                 span.set_attribute("kvlease.detail", refusal)
                 log.info("not granted", reason=refusal, **_ids(turn))
 
-    async def _grant_until_answered(self, entry: _Entry, span: trace.Span) -> str:
+    async def _grant_until_answered(self, entry: Entry, turn: Finished, span: trace.Span) -> str:
         """Empty: granted. Else why not; the lease has ended then, or is being revoked."""
-        request = self._grant_request(entry)
+        request = self._grant_request(entry, turn)
         deadline = self._clock() + GRANT_TRIES_S
         while True:
             try:
@@ -252,25 +235,23 @@ class DecodeSide:
                     timeout=CALL_TIMEOUT_S,
                     metadata=tuple(telemetry.inject(span).items()),
                 )
-                self._granted(entry, answer)
-                return ""
             except grpc.aio.AioRpcError as error:
-                reason = rpc.reason_of(error)
-                if error.code() in (
-                    grpc.StatusCode.FAILED_PRECONDITION,
-                    grpc.StatusCode.INVALID_ARGUMENT,
-                ):
-                    self._end(entry)
-                    return f"{reason}: {error.details()}"
+                if error.code() in _REFUSALS:
+                    with self._lock:
+                        self._table.refused(entry.lease.lease_id, self._clock())
+                    return f"{rpc.reason_of(error)}: {error.details()}"
                 if self._clock() < deadline and entry.lease.phase is Phase.GRANTING:
                     await asyncio.sleep(RETRY_S)
                     continue
                 entry.lease.revoking = True
                 self._background.submit(self._revoke(entry), "revoke after an unclear grant")
                 return f"no clear answer: {error.details()}"
+            retention_s = answer.retention.ToTimedelta().total_seconds()
+            with self._lock:
+                self._table.granted(entry.lease.lease_id, answer.lease, retention_s, self._clock())
+            return ""
 
-    def _grant_request(self, entry: _Entry) -> lease_pb2.GrantRequest:
-        turn = entry.finished
+    def _grant_request(self, entry: Entry, turn: Finished) -> lease_pb2.GrantRequest:
         proof = prefix.prove(turn.token_ids, seed=turn.seed, chunk_tokens=self._chunk_tokens)
         retention = Duration()
         retention.FromMilliseconds(int(turn.retention_s * 1000))
@@ -295,62 +276,6 @@ class DecodeSide:
             traceparent=turn.traceparent,
         )
 
-    def _granted(self, entry: _Entry, answer: lease_pb2.GrantResponse) -> None:
-        now = self._clock()
-        with self._lock:
-            entry.lease.granted(now, answer.retention.ToTimedelta().total_seconds())
-            entry.held_since = now
-            # The grant has superseded, at once, what was held when it was asked for.
-            self._apply(answer.lease, now, held_before=entry.asked_at)
-
-    def _end(self, entry: _Entry) -> None:
-        with self._lock:
-            entry.lease.end(self._clock(), unseen_tickets=False)
-
-    def _apply(
-        self, record: lease_pb2.Lease, now: float, *, held_before: float = -math.inf
-    ) -> None:
-        """Takes over a conversation's record. The lock is held.
-
-        A lease that the record does not name has ended, if a watch has shown it before
-        (watches show every revision in order), or if it was held before ``held_before``.
-        """
-        retiring = {item.lease_id: item for item in record.retiring}
-        for entry in self._of(record.conversation):
-            lease = entry.lease
-            if lease.lease_id == record.lease_id:
-                entry.seen_in_watch = True
-                lease.tickets_are([t.ticket_id for t in record.tickets], now)
-                if record.state == lease_pb2.LEASE_STATE_ENDING:
-                    lease.end(now, unseen_tickets=False)
-                elif lease.phase is Phase.ENDED:
-                    # A grant that was given up has been stored after all.
-                    self._background.submit(self._revoke_once(entry), "revoke a late grant")
-            elif lease.lease_id in retiring:
-                lease.tickets_are([t.ticket_id for t in retiring[lease.lease_id].tickets], now)
-                lease.end(now, unseen_tickets=False)
-            elif lease.phase is Phase.ENDED:
-                lease.tickets_are([], now)
-            elif entry.seen_in_watch or entry.held_since < held_before:
-                lease.tickets_are([], now)
-                lease.end(now, unseen_tickets=False)
-
-    def _of(self, conversation: common_pb2.Conversation) -> list[_Entry]:
-        return [e for e in self._entries.values() if e.finished.conversation == conversation]
-
-    def _removed(self, update: lease_pb2.WatchLeasesResponse) -> None:
-        """A record is gone. The lock is held."""
-        now = self._clock()
-        for entry in self._of(update.lease.conversation):
-            lease = entry.lease
-            if lease.lease_id == update.lease.lease_id:
-                if not update.after_gap:
-                    # Our own record under a live session goes with its last ticket.
-                    lease.tickets_are([], now)
-                lease.end(now, unseen_tickets=update.after_gap)
-            elif lease.phase is Phase.HELD and entry.seen_in_watch:
-                lease.end(now, unseen_tickets=True)
-
     async def watch(self, session_id: str) -> None:
         """Follows the session's leases until cancelled, over any number of streams."""
         while True:
@@ -363,55 +288,44 @@ class DecodeSide:
     async def _watch_once(self, session_id: str) -> None:
         started = self._clock()
         shown: set[str] | None = set()
-        request = lease_pb2.WatchLeasesRequest(holder_session_id=session_id)
-        async for update in self._stub.WatchLeases(request):
-            kind = update.kind
+        kinds = lease_pb2.WatchLeasesResponse
+        async for update in self._stub.WatchLeases(
+            lease_pb2.WatchLeasesRequest(holder_session_id=session_id)
+        ):
+            now, record, again = self._clock(), update.lease, []
             with self._lock:
-                if kind == lease_pb2.WatchLeasesResponse.KIND_UPSERT:
+                if update.kind == kinds.KIND_UPSERT:
                     if shown is not None:
-                        shown.add(update.lease.lease_id)
-                        shown.update(item.lease_id for item in update.lease.retiring)
-                    self._apply(update.lease, self._clock())
-                elif kind == lease_pb2.WatchLeasesResponse.KIND_DELETE:
-                    self._removed(update)
-                elif kind == lease_pb2.WatchLeasesResponse.KIND_SYNCED and shown is not None:
-                    self._synced(shown, started)
+                        shown.add(record.lease_id)
+                        shown.update(item.lease_id for item in record.retiring)
+                    again = self._table.show(record, now)
+                elif update.kind == kinds.KIND_DELETE:
+                    self._table.removed(record, now, after_gap=update.after_gap)
+                elif update.kind == kinds.KIND_SYNCED and shown is not None:
+                    self._table.synced(shown, started, now)
                     shown = None
-
-    def _synced(self, shown: Iterable[str], started: float) -> None:
-        """A stream has shown everything: leases that were granted before it started and
-        are not there have ended unseen. The lock is held."""
-        now = self._clock()
-        for lease_id, entry in self._entries.items():
-            if (
-                entry.lease.phase is Phase.HELD
-                and entry.held_since < started
-                and lease_id not in shown
-            ):
-                entry.lease.end(now, unseen_tickets=True)
+            for entry in again:
+                self._background.submit(self._revoke_once(entry), "revoke a late grant")
 
     async def sweep(self) -> None:
         """Revokes leases whose retention TTL is over, until cancelled."""
         while True:
             await asyncio.sleep(SWEEP_S)
-            now = self._clock()
             with self._lock:
-                due = [e for e in self._entries.values() if e.lease.should_revoke(now)]
-                for entry in due:
-                    entry.lease.revoking = True
+                due = self._table.take_due(self._clock())
             for entry in due:
                 self._background.submit(self._revoke(entry), "revoke")
 
-    async def _revoke(self, entry: _Entry) -> None:
+    async def _revoke(self, entry: Entry) -> None:
         """Until it is confirmed, or nothing is left to revoke."""
         while entry.lease.phase is not Phase.ENDED:
             if self._clock() >= entry.lease.hard_deadline or await self._revoke_once(entry):
                 return
             await asyncio.sleep(RETRY_S)
 
-    async def _revoke_once(self, entry: _Entry) -> bool:
+    async def _revoke_once(self, entry: Entry) -> bool:
         request = lease_pb2.RevokeRequest(
-            conversation=entry.finished.conversation,
+            conversation=entry.conversation,
             lease_id=entry.lease.lease_id,
             session_id=entry.session_id,
             reason=entry.reason,
@@ -419,13 +333,19 @@ class DecodeSide:
         try:
             answer = await self._stub.Revoke(request, timeout=CALL_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            log.warning("revoke failed", error=error.details(), **_ids(entry.finished))
+            log.warning(
+                "revoke failed",
+                error=error.details(),
+                conversation=entry.conversation.conversation_id,
+                lease_id=entry.lease.lease_id,
+            )
             return False
-        now = self._clock()
         with self._lock:
-            entry.lease.tickets_are([t.ticket_id for t in answer.open_tickets], now)
-            # An unanswered grant may still be stored after this; see _apply.
-            entry.lease.end(now, unseen_tickets=entry.lease.phase is Phase.GRANTING)
+            self._table.revoked(
+                entry.lease.lease_id,
+                [ticket.ticket_id for ticket in answer.open_tickets],
+                self._clock(),
+            )
         return True
 
 

@@ -198,11 +198,11 @@ class KvLeaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         if self._decode is not None and self._background is not None:
             self._watch = self._background.submit(self._decode.watch(session_id), "watch")
 
-    def _session_lost(self, ended_by: float) -> None:
+    def _session_lost(self, session_id: str, ended_by: float) -> None:
         if self._watch is not None:
             self._watch.cancel()
         if self._decode is not None:
-            self._decode.session_lost(ended_by)
+            self._decode.session_lost(session_id, ended_by)
 
     def shutdown(self) -> None:
         if self._background is not None:

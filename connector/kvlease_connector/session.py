@@ -26,7 +26,7 @@ USAGE_PERIOD_S = 0.25
 class Session:
     """Registers an engine once its HTTP server answers, and keeps it registered.
 
-    :attr:`session_id` is None while there is no session. ``on_lost(ended_by)`` is called
+    :attr:`session_id` is None while there is no session. ``on_lost(session_id, ended_by)`` is called
     when one has ended; ``ended_by`` is the latest moment (``time.monotonic``) at which the
     store may still have shown it, or what the engine granted under it.
     """
@@ -38,7 +38,7 @@ class Session:
         *,
         usage: Callable[[], registry_pb2.BlockUsage],
         on_opened: Callable[[str], None],
-        on_lost: Callable[[float], None],
+        on_lost: Callable[[str, float], None],
     ) -> None:
         self._stub = stub
         self._engine = engine
@@ -143,8 +143,8 @@ class Session:
         self._published = usage
 
     def _lose(self, ended_by: float) -> None:
-        self.session_id = None
-        self._on_lost(ended_by)
+        lost, self.session_id = self.session_id, None
+        self._on_lost(lost or "", ended_by)
 
     async def _deregister(self) -> None:
         if self.session_id is None:
