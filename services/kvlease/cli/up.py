@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Literal
@@ -123,12 +125,9 @@ def up(
 
 
 def _run(options: Options, *, detach: bool) -> None:
-    # Whatever ends this command ends what it started.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
     stack = local.Stack(options, progress=lambda line: click.echo(f"up: {line}"), owner=True)
     started = time.monotonic()
-    try:
+    with interruptible(stack):
         stack.start()
         click.echo(f"up: ready after {time.monotonic() - started:.1f} s")
         click.echo(_summary(stack))
@@ -136,17 +135,27 @@ def _run(options: Options, *, detach: bool) -> None:
             stack.leave()
             return
         click.echo("up: Ctrl-C ends it")
-        _watch(stack)
+        with contextlib.suppress(KeyboardInterrupt):
+            _watch(stack)
+
+
+@contextlib.contextmanager
+def interruptible(stack: local.Stack) -> Iterator[None]:
+    """Whatever ends the command inside (Ctrl-C, SIGTERM, a closed terminal, a failure)
+    ends the stack, unless it was left to run; a second Ctrl-C does so at once. A part's
+    failure becomes the command's."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
+    try:
+        try:
+            yield
+        finally:
+            stack.stop()
     except local.StackError as error:
         raise click.ClickException(str(error)) from None
-    except KeyboardInterrupt:
-        click.echo("up: ending; Ctrl-C again: at once")
     finally:
-        # Where it was left to run, or has ended, there is nothing to end here.
-        try:
-            stack.stop()
-        except KeyboardInterrupt:
-            stack.stop(at_once=True)
+        # Does nothing, unless an interrupt has broken off what was above.
+        stack.stop(at_once=True)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
