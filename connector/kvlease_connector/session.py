@@ -26,9 +26,9 @@ USAGE_PERIOD_S = 0.25
 class Session:
     """Registers an engine once its HTTP server answers, and keeps it registered.
 
-    :attr:`session_id` is None while there is no session. ``on_lost(session_id, ended_by)`` is called
-    when one has ended; ``ended_by`` is the latest moment (``time.monotonic``) at which the
-    store may still have shown it, or what the engine granted under it.
+    :attr:`session_id` is None while there is no session. ``on_lost(session_id, ended_by)``
+    is called when one has ended; ``ended_by`` is the latest moment (``time.monotonic``) at
+    which the store may still have shown it, or what the engine granted under it.
     """
 
     def __init__(

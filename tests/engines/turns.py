@@ -16,10 +16,7 @@ Message = dict[str, str]
 
 TIMEOUT_S = 120.0
 
-_WORDS = (
-    "lease block token prefix engine decode prefill turn claim grant renew revoke ticket "
-    "session router store watch digest chunk cache read write agent tool answer"
-).split()
+_WORDS = ("lease", "block", "prefix", "engine", "decode", "turn", "claim", "grant", "router")
 
 _ids = itertools.count(1)
 
