@@ -74,6 +74,13 @@ class LeaseOperations:
 
     async def grant(self, request: lease_pb2.GrantRequest) -> GrantResponse:
         """Stores a holder's promise."""
+        try:
+            return await self._grant(request)
+        except Refused as refused:
+            metrics.GRANTS_REFUSED.labels(refused.reason).inc()
+            raise
+
+    async def _grant(self, request: lease_pb2.GrantRequest) -> GrantResponse:
         validate.grant(request)
         await self._check_holder(request)
         superseded: Lease | None = None
