@@ -88,7 +88,7 @@ def test_people_can_look_into_it(stack: local.Stack) -> None:
     result = CliRunner().invoke(cli, ["end", "chat-1", "--model", "m", "--dir", directory])
     assert "chat-1 is ended; it held no lease" in result.output
     result = CliRunner().invoke(cli, ["drain", "decode-0", "--dir", directory])
-    assert "there is no engine 'decode-0'; there are: none" in str(result.exception)
+    assert "there is no engine 'decode-0'; there are: none" in result.output
 
 
 def test_a_second_stack_in_its_directory_is_refused(stack: local.Stack) -> None:

@@ -16,7 +16,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -69,8 +69,9 @@ class Stack:
 
     # The whole stack
 
-    def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Starts everything and returns when turns would be answered.
+    def start(self, timeout_s: float = START_TIMEOUT_S, *, without: Collection[str] = ()) -> None:
+        """Starts everything, except for the parts named in ``without`` (for
+        :meth:`start_part`, later), and returns when turns would be answered.
 
         Raises :class:`ConfigError` for what the user can mend, :class:`StackError` when a
         part fails; either way nothing is left running.
@@ -84,7 +85,7 @@ class Stack:
                 ENGINES,
             )
             for kinds in stages:
-                parts = self.plan.of(*kinds)
+                parts = [part for part in self.plan.of(*kinds) if part.name not in without]
                 for part in parts:
                     self._spawn(part)
                 self._wait(parts, deadline)
@@ -174,7 +175,11 @@ class Stack:
 
     def pid(self, name: str) -> int:
         """The pid of the part's first process."""
-        return self._record(name).identity.pid
+        return self.identity(name).pid
+
+    def identity(self, name: str) -> processes.Identity:
+        """The part's first process; also when it has ended unasked."""
+        return self._record(name).identity
 
     def incarnation(self, engine_id: str) -> str:
         """That of the engine's last start."""
