@@ -123,7 +123,8 @@ class SimEngine:
         self._runner: web.AppRunner | None = None
         self._site: web.TCPSite | None = None
         self._keeper: asyncio.Task[None] | None = None
-        self._session_id = ""
+        self.session_id = ""
+        """Of its registration."""
 
     # --- its server -------------------------------------------------------------------
 
@@ -188,7 +189,7 @@ class SimEngine:
         answer: registry_pb2.RegisterResponse = await stub.Register(
             registry_pb2.RegisterRequest(engine=self.record()), timeout=5
         )
-        self._session_id = answer.engine.session_id
+        self.session_id = answer.engine.session_id
         await self._stop_keeper()
         period = answer.engine.session_ttl.ToTimedelta().total_seconds() / 3
         self._keeper = asyncio.create_task(self._keep_alive(stub, period))
@@ -199,7 +200,7 @@ class SimEngine:
         while True:
             await asyncio.sleep(period_s)
             request = registry_pb2.KeepAliveRequest(
-                session_id=self._session_id,
+                session_id=self.session_id,
                 role=record.role,
                 engine_id=self.engine_id,
                 incarnation=self.incarnation,
@@ -213,13 +214,13 @@ class SimEngine:
                     answer = await stub.Register(
                         registry_pb2.RegisterRequest(engine=record), timeout=period_s
                     )
-                    self._session_id = answer.engine.session_id
+                    self.session_id = answer.engine.session_id
 
     async def deregister(self, registry: grpc.aio.Channel) -> None:
         """Ends the session in order."""
         await self._stop_keeper()
         await registry_pb2_grpc.RegistryStub(registry).Deregister(
-            registry_pb2.DeregisterRequest(session_id=self._session_id), timeout=5
+            registry_pb2.DeregisterRequest(session_id=self.session_id), timeout=5
         )
 
     async def _stop_keeper(self) -> None:

@@ -29,7 +29,7 @@ from kvlease.serving import Ready, log_ready
 from kvlease.times import timestamp
 from kvlease.v1 import registry_pb2, router_pb2_grpc
 
-STOP_GRACE_S = 10.0
+STOP_GRACE_S = 6.0
 """Running turns get so long to end when the router stops; then they are cut."""
 
 _WILDCARDS = ("", "0.0.0.0", "[::]", "::")
@@ -48,7 +48,7 @@ async def serve_router(settings: Settings, stop: asyncio.Event, ready: Ready = l
             _http(parts.http.app(settings.max_body_bytes), settings.router_listen)
         )
         grpc_port = await parts.server.start(settings.router_grpc_listen)
-        stack.push_async_callback(parts.server.stop)
+        stack.push_async_callback(parts.server.stop, 1.0)
         replica = registry_pb2.Replica(
             replica_id=str(uuid.uuid4()),
             http_address=_reachable(http_address),
@@ -104,6 +104,7 @@ async def _parts(settings: Settings, keys: dict[str, str] | None) -> AsyncIterat
             upstream.open_session(settings.connect_engine_timeout)
         )
         metrics = Metrics()
+        metrics.show(engines)
         tools = Tools(
             engines=engines,
             upstream=upstream.Upstream(session, engines, settings.connect_engine_timeout),

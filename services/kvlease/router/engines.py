@@ -32,6 +32,11 @@ RECONNECT_S = 0.2
 
 _Kind = registry_pb2.WatchEnginesResponse
 
+_ROLE_WORDS = {
+    registry_pb2.ENGINE_ROLE_PREFILL: "prefill",
+    registry_pb2.ENGINE_ROLE_DECODE: "decode",
+}
+
 _log = structlog.get_logger("kvlease.router")
 
 
@@ -136,21 +141,32 @@ class Engines:
 
     def candidates(self, role: registry_pb2.EngineRole.ValueType, model: str) -> list[Candidate]:
         """Engines of a role and model, by engine_id, with what is known of their state."""
+        return [
+            candidate
+            for candidate in self._candidates()
+            if candidate.engine.role == role and candidate.engine.model == model
+        ]
+
+    def overview(self) -> list[tuple[str, str, Candidate]]:
+        """(role, state, engine) of all engines, in words, for people."""
+        return [
+            (_ROLE_WORDS.get(candidate.engine.role, "unknown"), _state(candidate), candidate)
+            for candidate in self._candidates()
+        ]
+
+    def _candidates(self) -> list[Candidate]:
         now = self._clock()
         self._drop_old(now)
-        return sorted(
-            (
-                Candidate(
-                    engine=known.engine,
-                    in_flight=self._in_flight[incarnation],
-                    suspect=self._suspect_until.get(incarnation, now) > now,
-                    departed=known.departed_at is not None,
-                )
-                for incarnation, known in self._known.items()
-                if known.engine.role == role and known.engine.model == model
-            ),
-            key=lambda candidate: candidate.engine.engine_id,
-        )
+        found = [
+            Candidate(
+                engine=known.engine,
+                in_flight=self._in_flight[incarnation],
+                suspect=self._suspect_until.get(incarnation, now) > now,
+                departed=known.departed_at is not None,
+            )
+            for incarnation, known in self._known.items()
+        ]
+        return sorted(found, key=lambda candidate: candidate.engine.engine_id)
 
     def _drop_old(self, now: float) -> None:
         for incarnation, known in list(self._known.items()):
@@ -235,3 +251,11 @@ class Engines:
         """How long a live engine needs at most to be back after its session was lost with
         the store: it renews every third of the TTL."""
         return self._remember_s / REMEMBER_SESSIONS / 3 + 2.0
+
+
+def _state(candidate: Candidate) -> str:
+    if candidate.departed:
+        return "departed"
+    if candidate.engine.state == registry_pb2.ENGINE_STATE_DRAINING:
+        return "draining"
+    return "suspect" if candidate.suspect else "serving"

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from kvlease.router.engines import Engines
 
 # From a local cache hit on a GPU to a long prompt recomputed on a CPU.
 _TTFT_BUCKETS = (
@@ -53,6 +59,30 @@ class Metrics:
             registry=self.registry,
         )
 
+    def show(self, engines: Engines) -> None:
+        """Adds the engines as this router sees them."""
+        self.registry.register(_EnginesCollector(engines))
+
     def render(self) -> bytes:
         """The text exposition format."""
         return generate_latest(self.registry)
+
+
+class _EnginesCollector(Collector):
+    """Read when Prometheus scrapes, so that an engine that has gone disappears."""
+
+    def __init__(self, engines: Engines) -> None:
+        self._engines = engines
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        family = GaugeMetricFamily(
+            "kvlease_router_engine_requests",
+            "Requests of this router in flight on each engine it knows. state: serving, draining, "
+            "suspect (failed a moment ago) or departed (its session has ended).",
+            labels=["role", "engine_id", "incarnation", "state"],
+        )
+        for role, state, candidate in self._engines.overview():
+            engine = candidate.engine
+            labels = [role, engine.engine_id, engine.incarnation, state]
+            family.add_metric(labels, candidate.in_flight)
+        yield family
