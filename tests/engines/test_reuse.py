@@ -126,9 +126,8 @@ def test_text_that_is_not_valid_utf8_tokenizes_anew_and_stays_right(client: Clie
     # given an answer with bytes that are no valid UTF-8, which JSON cannot carry back
     conversation = new_conversation("utf8")
     prompt = first_prompt()
-    first = client.chat(
-        prompt, conversation, max_tokens=120, logit_bias={str(i): 100 for i in (200, 201)}
-    )
+    not_ascii = {str(byte): 100 for byte in range(128, 256)}
+    first = client.chat(prompt, conversation, max_tokens=120, logit_bias=not_ascii)
     assert "\ufffd" in first.text
     history = [*prompt, {"role": "assistant", "content": first.text}]
     second_prompt = [*history, {"role": "user", "content": text(200, seed=6)}]
