@@ -110,6 +110,10 @@ def engine_stack(
             model=model,
             prefill=2,
             decode=2,
+            lease_replicas=2,
+            # Longer than an engine takes to start: one that comes back does so while its
+            # earlier incarnation's session still lives.
+            assignments=("session_ttl=100",),
             # What is read must come from a decode engine, not from P's own cache.
             prefill_prefix_cache=False,
             env={**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint},

@@ -1,0 +1,165 @@
+"""Clients leave at every moment of a turn: nothing stays behind, and engines still answer."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from urllib.parse import urlsplit
+
+import grpc
+import pytest
+from engines.conftest import MODEL
+from engines.turns import Client, new_conversation, text
+
+from kvlease.cli.parts import Options
+from kvlease.cli.stack import Stack
+from kvlease.v1 import registry_pb2, registry_pb2_grpc
+
+RETENTION_TTL_S = 5
+SETTINGS = (
+    f"retention_ttl={RETENTION_TTL_S}",
+    "session_ttl=3",
+    "claim_grace=2",
+    "handoff_ttl=5",
+)
+SLACK_S = 3.0
+"""For a keep-alive to publish the usage, and a busy machine."""
+
+
+@pytest.fixture(scope="module")
+def short_stack(tmp_path_factory: pytest.TempPathFactory, model) -> Iterator[Stack]:  # type: ignore[no-untyped-def]
+    """One engine of each role, whose blocks stay for five seconds."""
+    stack = Stack(
+        Options(directory=tmp_path_factory.mktemp("short"), model=model, assignments=SETTINGS)
+    )
+    with stack:
+        yield stack
+
+
+class LeavingClient:
+    """Sends a turn and leaves."""
+
+    def __init__(self, stack: Stack, prompt_chars: int, max_tokens: int) -> None:
+        url = urlsplit(stack.endpoints["router_http"])
+        self._connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=60)
+        body = {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": text(prompt_chars, seed=prompt_chars)}],
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "stream": True,
+            "conversation_id": new_conversation("leaving"),
+        }
+        self._connection.request(
+            "POST",
+            "/v1/chat/completions",
+            json.dumps(body),
+            {"content-type": "application/json"},
+        )
+
+    def read_some(self) -> bytes:
+        response = self._connection.getresponse()
+        assert response.status == 200
+        return response.read1(4096)
+
+    def leave(self) -> None:
+        self._connection.close()
+
+
+def before_prefill(stack: Stack) -> None:
+    LeavingClient(stack, 3000, 10).leave()
+
+
+def during_prefill(stack: Stack) -> None:
+    client = LeavingClient(stack, 8000, 10)
+    wait(lambda: running(stack, "prefill") > 0, "the prompt is being computed")
+    client.leave()
+
+
+def between_prefill_and_decode(stack: Stack) -> None:
+    # A stopped decode engine takes nothing: the prompt waits at the prefill engine.
+    stack.send("decode-0", signal.SIGSTOP)
+    client = LeavingClient(stack, 1500, 10)
+    wait(lambda: usage(stack)["prefill-0"].retained_leases > 0, "the prompt is computed")
+    client.leave()
+    stack.send("decode-0", signal.SIGCONT)
+
+
+def during_decode(stack: Stack) -> None:
+    client = LeavingClient(stack, 1000, 2000)
+    assert client.read_some()
+    client.leave()
+
+
+@pytest.mark.parametrize(
+    "leave", [before_prefill, during_prefill, between_prefill_and_decode, during_decode]
+)
+def test_a_client_that_leaves_leaves_nothing_behind(
+    short_stack: Stack, leave: Callable[[Stack], None]
+) -> None:
+    # when a client leaves in the middle of its turn
+    leave(short_stack)
+    # then after the retention TTL no engine retains blocks, or runs anything
+    time.sleep(RETENTION_TTL_S)
+    wait(
+        lambda: all(engine.retained_blocks == 0 for engine in usage(short_stack).values()),
+        "no blocks are retained",
+        SLACK_S,
+    )
+    wait(
+        lambda: running(short_stack, "prefill") == running(short_stack, "decode") == 0,
+        "nothing runs",
+    )
+    # and the engines still answer, with reuse
+    client = Client(short_stack.endpoints["router_http"], MODEL)
+    wait(lambda: len(usage(short_stack)) == 2, "both engines are registered")
+    conversation = new_conversation("after")
+    prompt = [{"role": "user", "content": text(900, seed=3)}]
+    first = client.chat(prompt, conversation)
+    again = [
+        *prompt,
+        {"role": "assistant", "content": first.text},
+        {"role": "user", "content": "go on"},
+    ]
+    assert client.chat(again, conversation).outcome in {"hit", "miss_short"}
+
+
+def test_a_lease_is_over_after_its_retention_ttl(short_stack: Stack) -> None:
+    client = Client(short_stack.endpoints["router_http"], MODEL)
+    conversation = new_conversation("expires")
+    prompt = [{"role": "user", "content": text(900, seed=4)}]
+    client.chat(prompt, conversation)
+    time.sleep(RETENTION_TTL_S)
+    wait(lambda: usage(short_stack)["decode-0"].retained_blocks == 0, "freed", SLACK_S)
+    assert client.chat(prompt, conversation).outcome == "miss_expired"
+
+
+def usage(stack: Stack) -> dict[str, registry_pb2.BlockUsage]:
+    with grpc.insecure_channel(stack.plan.registry_grpc) as channel:
+        stub = registry_pb2_grpc.RegistryStub(channel)
+        engines = stub.ListEngines(registry_pb2.ListEnginesRequest(), timeout=5).engines
+        return {engine.engine_id: engine.usage for engine in engines}
+
+
+def running(stack: Stack, role: str) -> float:
+    """vLLM's own count of requests that run or wait, over the engines of a role."""
+    total = 0.0
+    for engine in stack.endpoints[role]:
+        url = urlsplit(engine["http"])
+        connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=5)
+        connection.request("GET", "/metrics")
+        for line in connection.getresponse().read().decode().splitlines():
+            if line.startswith(("vllm:num_requests_running", "vllm:num_requests_waiting{")):
+                total += float(line.rsplit(" ", 1)[1])
+        connection.close()
+    return total
+
+
+def wait(condition: Callable[[], bool], what: str, patience_s: float = 20.0) -> None:
+    deadline = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {patience_s} s: {what}"
+        time.sleep(0.1)

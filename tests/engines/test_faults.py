@@ -1,0 +1,342 @@
+"""Parts are killed, stopped and restarted between and during turns: no request fails, no
+answer changes, and the next turns hit again."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+from engines.conftest import MODEL, EngineStack
+from engines.turns import (
+    Client,
+    Message,
+    Turn,
+    assert_same_answer,
+    new_conversation,
+    text,
+)
+from otlp_receiver import Receiver
+
+from kvlease.v1 import common_pb2, lease_pb2, lease_pb2_grpc, registry_pb2, registry_pb2_grpc
+
+PATIENCE_S = 20.0
+
+
+class Talk:
+    """A conversation that grows by a turn at a time."""
+
+    def __init__(self, client: Client, name: str, seed: int = 11, chars: int = 1200) -> None:
+        self.client = client
+        self.conversation = new_conversation(name)
+        self.messages: list[Message] = [{"role": "user", "content": text(chars, seed)}]
+        self.last = client.chat(self.messages, self.conversation)
+
+    def next_prompt(self, seed: int) -> list[Message]:
+        return [
+            *self.messages,
+            {"role": "assistant", "content": self.last.text},
+            {"role": "user", "content": text(150, seed)},
+        ]
+
+    def turn(self, seed: int = 12) -> Turn:
+        """The next turn, checked against recomputation."""
+        self.messages = self.next_prompt(seed)
+        self.last = self.client.chat(self.messages, self.conversation)
+        return self.last
+
+    def check_last(self) -> None:
+        assert_same_answer(self.last, self.client.recomputed(self.messages))
+
+
+@pytest.fixture
+def leases(stack: EngineStack) -> Iterator[lease_pb2_grpc.LeaseServiceStub]:
+    with grpc.insecure_channel(stack.plan.lease_grpc[0]) as channel:
+        yield lease_pb2_grpc.LeaseServiceStub(channel)
+
+
+@pytest.fixture
+def registry(stack: EngineStack) -> Iterator[registry_pb2_grpc.RegistryStub]:
+    with grpc.insecure_channel(stack.plan.registry_grpc) as channel:
+        yield registry_pb2_grpc.RegistryStub(channel)
+
+
+def eventually(condition: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
+    deadline = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {patience_s} s: {what}"
+        time.sleep(0.1)
+
+
+def retained(registry: registry_pb2_grpc.RegistryStub, engine_id: str) -> tuple[int, int]:
+    """Retained blocks and leases of one engine."""
+    for engine in registry.ListEngines(registry_pb2.ListEnginesRequest()).engines:
+        if engine.engine_id == engine_id:
+            return engine.usage.retained_blocks, engine.usage.retained_leases
+    raise AssertionError(f"{engine_id} is not registered")
+
+
+def hits_again(talk: Talk) -> None:
+    """Within a few turns, without anybody's help."""
+    deadline = time.monotonic() + PATIENCE_S
+    while talk.turn().outcome != "hit":
+        assert time.monotonic() < deadline, talk.last.outcome
+        time.sleep(0.5)
+    talk.check_last()
+
+
+@pytest.mark.parametrize("part", ["router-0", "registry", "lease-0", "etcd"])
+def test_a_killed_service_that_comes_back_loses_nothing(
+    stack: EngineStack, client: Client, part: str
+) -> None:
+    # given a conversation with a lease
+    talk = Talk(client, part)
+    # when a part is killed between two turns and started again
+    stack.restart(part)
+    # then the next turn hits
+    assert talk.turn().outcome == "hit"
+    talk.check_last()
+
+
+def test_turns_are_answered_while_the_lease_service_is_down(
+    stack: EngineStack, client: Client, receiver: Receiver
+) -> None:
+    talk = Talk(client, "no-lease-service")
+    for part in ("lease-0", "lease-1"):
+        stack.kill(part)
+    # when turns run meanwhile, they are recomputed and say why
+    for seed in (21, 22):
+        assert talk.turn(seed).outcome == "miss_unavailable"
+        assert control_plane_seconds(receiver, talk.last) <= 0.1
+    talk.check_last()
+    # then hits come back with the service
+    stack.start_part("lease-0")
+    stack.start_part("lease-1")
+    hits_again(talk)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_turns_are_answered_while_etcd_is_down(
+    stack: EngineStack, client: Client, receiver: Receiver, how: signal.Signals
+) -> None:
+    talk = Talk(client, "no-etcd")
+    if how is signal.SIGKILL:
+        stack.kill("etcd")
+    else:
+        stack.send("etcd", how)
+    for seed in (31, 32):
+        turn = talk.turn(seed)
+        # A stopped etcd is noticed by waiting for it: the first claim may time out.
+        assert turn.outcome in {"miss_unavailable", "miss_timeout"}
+        assert control_plane_seconds(receiver, turn) <= 0.15
+    assert turn.outcome == "miss_unavailable"
+    if how is signal.SIGKILL:
+        stack.start_part("etcd")
+    else:
+        stack.send("etcd", signal.SIGCONT)
+    hits_again(talk)
+
+
+def control_plane_seconds(receiver: Receiver, turn: Turn) -> float:
+    """What a turn has waited for registry and lease service before it computed."""
+    spans = receiver.wait_for(turn.trace_id, "route", "lease.claim")
+    return spans["route"].seconds + spans["lease.claim"].seconds
+
+
+@pytest.mark.parametrize("acquainted", [True, False], ids=["known", "never-met"])
+def test_a_killed_decode_engine_costs_its_leases_and_nothing_else(
+    stack: EngineStack, client: Client, second_decode: str, acquainted: bool
+) -> None:
+    # given a conversation held by a decode engine that P has, or has not, read from
+    if not acquainted:
+        stack.restart("prefill-0")
+        eventually(lambda: ready(client), "the router sees prefill-0")
+    talk = Talk(client, "killed-decode", chars=2500)
+    if acquainted:
+        assert talk.turn().outcome == "hit"
+    holder = holder_of(stack, talk.conversation)
+    other = "decode-1" if holder == "decode-0" else "decode-0"
+    # when it is killed
+    stack.kill(holder)
+    started = time.monotonic()
+    turn = talk.turn()
+    took = time.monotonic() - started
+    # then another answers, and the turn says that the holder is gone
+    assert turn.outcome == "miss_engine"
+    assert holder_of(stack, talk.conversation) == other
+    talk.check_last()
+    started = time.monotonic()
+    client.recomputed(talk.messages)
+    assert took <= time.monotonic() - started + 1.0
+    # and the next turn hits there
+    assert talk.turn(13).outcome == "hit"
+    # and no handle of the dead one is used when it comes back under its old name
+    old = stack.incarnation(holder)
+    stack.start_part(holder)
+    assert stack.incarnation(holder) != old
+    assert talk.turn(14).outcome == "hit"
+    talk.check_last()
+
+
+def test_a_restarted_decode_engine_does_not_serve_leases_of_its_earlier_life(
+    stack: EngineStack, client: Client
+) -> None:
+    talk = Talk(client, "restarted-decode", chars=2000)
+    # given the only decode engine killed and back within its session's TTL, at the same
+    # host and port
+    stack.restart("decode-0")
+    eventually(lambda: ready(client), "the router sees decode-0")
+    # then what it held is gone, and says so
+    assert talk.turn().outcome == "miss_engine"
+    talk.check_last()
+    assert talk.turn(13).outcome == "hit"
+    talk.check_last()
+
+
+def test_forks_of_one_history_all_hit_on_two_prefill_engines(
+    stack: EngineStack,
+    client: Client,
+    second_prefill: str,
+    registry: registry_pb2_grpc.RegistryStub,
+) -> None:
+    # given one history
+    talk = Talk(client, "forks", chars=2000)
+    prompts = [talk.next_prompt(seed) for seed in (41, 42, 43)]
+    # when three forks of it run at the same time
+    with ThreadPoolExecutor(3) as pool:
+        forks = list(pool.map(lambda p: client.chat(p, talk.conversation), prompts))
+    # then each has read the history, and answers as recomputation does
+    for fork, prompt in zip(forks, prompts, strict=True):
+        assert fork.outcome == "hit"
+        assert_same_answer(fork, client.recomputed(prompt))
+    # and of all the leases only the last is kept
+    eventually(
+        lambda: (
+            leases_of(stack, talk.conversation) == 1
+            and retained_by(stack, talk.conversation) is not None
+        ),
+        "one lease is left",
+    )
+
+
+def test_a_turn_that_failed_after_its_claim_hits_when_tried_again(
+    stack: EngineStack, client: Client, second_prefill: str
+) -> None:
+    # given a turn that is being prefilled when its engine dies
+    talk = Talk(client, "retry", chars=1500)
+    prompt = talk.next_prompt(51)
+    prompt[-1]["content"] = text(6000, 51)
+    answers: list[Turn] = []
+    thread = threading.Thread(target=lambda: answers.append(client.chat(prompt, talk.conversation)))
+    thread.start()
+    stack.kill(prefilling_engine(stack, talk.conversation))
+    thread.join(120)
+    # then the router has tried again elsewhere, with a ticket of its own, and hit
+    assert answers, "the turn was not answered"
+    assert answers[0].outcome == "hit"
+    assert_same_answer(answers[0], client.recomputed(prompt))
+
+
+def test_parameters_that_a_client_makes_up_reach_no_engine(client: Client) -> None:
+    # given a client that names a host to read from
+    made_up = {
+        "do_remote_prefill": True,
+        "do_remote_decode": True,
+        "remote_engine_id": "evil",
+        "remote_block_ids": [[1, 2, 3]],
+        "remote_host": "127.0.0.1",
+        "remote_port": 9,
+        "remote_request_id": "x",
+        "remote_num_tokens": 384,
+        "tp_size": 1,
+    }
+    prompt = [{"role": "user", "content": text(600, 61)}]
+    # when it sends them in every place where an engine would look
+    for body in (
+        {"kv_transfer_params": made_up},
+        {"vllm_xargs": {"kv_transfer_params": "made up"}},
+    ):
+        turn = client.chat(prompt, new_conversation("evil"), **body)
+        # then the turn is like any other
+        assert turn.outcome == "miss_no_lease"
+        assert_same_answer(turn, client.recomputed(prompt))
+
+
+def ready(client: Client) -> bool:
+    try:
+        with urllib.request.urlopen(client.base_url + "/ready", timeout=2) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def lease_of(stack: EngineStack, conversation: str) -> lease_pb2.Lease | None:
+    with grpc.insecure_channel(stack.plan.lease_grpc[0]) as channel:
+        stub = lease_pb2_grpc.LeaseServiceStub(channel)
+        try:
+            lease: lease_pb2.Lease = stub.GetLease(
+                lease_pb2.GetLeaseRequest(
+                    conversation=common_pb2.Conversation(
+                        tenant="default", model=MODEL, conversation_id=conversation
+                    )
+                ),
+                timeout=5,
+            )
+        except grpc.RpcError:
+            return None
+        return lease
+
+
+def holder_of(stack: EngineStack, conversation: str) -> str:
+    eventually(lambda: lease_of(stack, conversation) is not None, "the turn is granted")
+    lease = lease_of(stack, conversation)
+    assert lease is not None
+    return lease.holder_engine_id
+
+
+def leases_of(stack: EngineStack, conversation: str) -> int:
+    lease = lease_of(stack, conversation)
+    return 0 if lease is None else 1 + len(lease.retiring)
+
+
+def retained_by(stack: EngineStack, conversation: str) -> str | None:
+    """The engine that keeps exactly this conversation's blocks, if there is one."""
+    lease = lease_of(stack, conversation)
+    if lease is None:
+        return None
+    with grpc.insecure_channel(stack.plan.registry_grpc) as channel:
+        stub = registry_pb2_grpc.RegistryStub(channel)
+        blocks, _ = retained(stub, lease.holder_engine_id)
+    return lease.holder_engine_id if blocks >= lease.num_blocks else None
+
+
+def prefilling_engine(stack: EngineStack, conversation: str) -> str:
+    """The prefill engine that computes after it has claimed the conversation's lease."""
+    busy: list[str] = []
+
+    def one_is_busy() -> bool:
+        lease = lease_of(stack, conversation)
+        busy[:] = [
+            engine["engine_id"]
+            for engine in stack.endpoints["prefill"]
+            if lease is not None and lease.claim_count and running_requests(engine["http"])
+        ]
+        return bool(busy)
+
+    eventually(one_is_busy, "the turn has claimed its lease and is being prefilled")
+    return busy[0]
+
+
+def running_requests(http: str) -> float:
+    """vLLM's own count of the requests that run."""
+    with urllib.request.urlopen(http + "/metrics", timeout=5) as response:
+        for line in response.read().decode().splitlines():
+            if line.startswith("vllm:num_requests_running"):
+                return float(line.rsplit(" ", 1)[1])
+    return 0.0
