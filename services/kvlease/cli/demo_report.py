@@ -176,20 +176,28 @@ def plot(turns: Sequence[Turn], path: Path) -> None:
     ):
         axes.plot(tokens, values, marker="o", color=color, label=label)
     for turn in turns:
-        axes.annotate(
-            f"turn {turn.number}",
-            (turn.prompt_tokens, turn.ttft_off_s),
-            textcoords="offset points",
-            xytext=(-6, 7),
-            ha="right",
-            fontsize=8,
-        )
+        _label(axes, f"turn {turn.number}", turn.prompt_tokens, turn.ttft_off_s, above=True)
+        # What is left to compute explains the lower line.
+        new = turn.prompt_tokens - turn.reused_tokens
+        _label(axes, f"{new:,} new", turn.prompt_tokens, turn.ttft_on_s, above=False)
     axes.set_xlabel("prompt tokens")
     axes.set_ylabel("time to first token (s)")
     axes.set_ylim(bottom=0)
+    axes.margins(x=0.08, y=0.1)
     axes.set_title(f"At turn {turns[-1].number}: {turns[-1].ratio:.1f} times faster with reuse")
     axes.legend(frameon=False)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
+
+
+def _label(axes: Any, text: str, x: float, y: float, *, above: bool) -> None:
+    axes.annotate(
+        text,
+        (x, y),
+        textcoords="offset points",
+        xytext=(-4, 7) if above else (-4, -14),
+        ha="right",
+        fontsize=8,
+    )
