@@ -183,7 +183,7 @@ def plot(turns: Sequence[Turn], path: Path) -> None:
     axes.set_xlabel("prompt tokens")
     axes.set_ylabel("time to first token (s)")
     axes.set_ylim(bottom=0)
-    axes.margins(x=0.08, y=0.1)
+    axes.margins(x=0.13, y=0.1)
     axes.set_title(f"At turn {turns[-1].number}: {turns[-1].ratio:.1f} times faster with reuse")
     axes.legend(frameon=False)
     axes.grid(alpha=0.25)
