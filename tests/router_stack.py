@@ -51,6 +51,7 @@ class Part:
                     raise AssertionError("the service has ended")
 
     async def stop(self) -> None:
+        """Stops it in order. Stopping one that has ended is not an error."""
         self._stop.set()
         async with asyncio.timeout(15):
             await self._task
@@ -70,6 +71,7 @@ class Stack:
     client: aiohttp.ClientSession
     store: MemoryStore
     engines: dict[str, SimEngine] = field(default_factory=dict)
+    started: list[Part] = field(default_factory=list)
 
     @property
     def url(self) -> str:
@@ -82,6 +84,20 @@ class Stack:
         await engine.register(self.registry_channel)
         await self.until_known(engine_id)
         return engine
+
+    async def start(self, name: str, store: MemoryStore | None = None) -> Part:
+        """Starts a part that was stopped, at its old addresses. ``name`` is that of its
+        attribute."""
+        serve, stored, told = {
+            "registry": (serve_registry, True, ["registry"]),
+            "lease": (serve_lease, True, ["lease"]),
+            "router": (serve_router, False, ["router_http", "router_grpc"]),
+        }[name]
+        part = Part(serve, self.settings, *([store or self.store] if stored else []))
+        self.started.append(part)
+        await part.wait_for(*told)
+        setattr(self, name, part)
+        return part
 
     async def until_known(self, engine_id: str) -> None:
         """Until the router has this incarnation of the engine."""
@@ -133,11 +149,11 @@ class Stack:
 
 
 @asynccontextmanager
-async def running(**settings: Any) -> AsyncIterator[Stack]:
+async def running(store: MemoryStore | None = None, **settings: Any) -> AsyncIterator[Stack]:
     """All services on free ports; at the end everything is gone, and no task is left."""
     before = asyncio.all_tasks()
     async with AsyncExitStack() as stack:
-        store = MemoryStore()
+        store = store or MemoryStore()
         stack.push_async_callback(store.close)
         given = Settings(
             registry_listen=ANY,
@@ -164,6 +180,12 @@ async def running(**settings: Any) -> AsyncIterator[Stack]:
         router = Part(serve_router, given)
         stack.push_async_callback(router.stop)
         await router.wait_for("router_http", "router_grpc")
+        given = given.model_copy(
+            update={
+                "router_listen": router.addresses["router_http"],
+                "router_grpc_listen": router.addresses["router_grpc"],
+            }
+        )
         channels = [
             await stack.enter_async_context(rpc.aio_channel(address))
             for address in (
@@ -176,7 +198,7 @@ async def running(**settings: Any) -> AsyncIterator[Stack]:
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         )
         made = Stack(given, registry, lease, router, *channels, client, store)
-        stack.push_async_callback(_stop_all, made.engines)
+        stack.push_async_callback(_stop_all, made)
         yield made
     await until(lambda: not _tasks_since(before), f"{_tasks_since(before)} is left", timeout_s=5)
 
@@ -186,9 +208,11 @@ def _tasks_since(before: set[asyncio.Task[Any]]) -> set[asyncio.Task[Any]]:
     return {task for task in asyncio.all_tasks() - before if task is not current}
 
 
-async def _stop_all(engines: dict[str, SimEngine]) -> None:
-    for engine in engines.values():
+async def _stop_all(stack: Stack) -> None:
+    for engine in stack.engines.values():
         await engine.stop()
+    for part in reversed(stack.started):
+        await part.stop()
 
 
 async def until(condition: Callable[[], Any], otherwise: str, timeout_s: float = 10.0) -> None:

@@ -187,7 +187,7 @@ class SimEngine:
         """Registers, and keeps the session alive until :meth:`kill`."""
         stub = registry_pb2_grpc.RegistryStub(registry)
         answer: registry_pb2.RegisterResponse = await stub.Register(
-            registry_pb2.RegisterRequest(engine=self.record()), timeout=5
+            registry_pb2.RegisterRequest(engine=self.record()), timeout=5, wait_for_ready=True
         )
         self.session_id = answer.engine.session_id
         await self._stop_keeper()
