@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import click
 import grpc
@@ -41,7 +41,7 @@ class Addresses:
     lease: str
 
 
-def options(command: Callable[_P, _R]) -> Callable[..., _R]:
+def options(command: Callable[Concatenate[Addresses, _P], _R]) -> Callable[..., _R]:
     """Gives a command --dir, --set and --config, and as its first argument the
     :class:`Addresses` that they name."""
 
@@ -131,14 +131,17 @@ def _narrow(message: Message, value: dict[str, Any]) -> None:
     for field, content in message.ListFields():
         if field.type in _WIDE_INTEGERS:
             value[field.name] = content
-        elif field.type == FieldDescriptor.TYPE_MESSAGE and field.message_type.file.name.startswith(
-            "kvlease/"
-        ):
+        elif field.type == FieldDescriptor.TYPE_MESSAGE and _is_ours(field):
             if isinstance(content, Message):
                 _narrow(content, value[field.name])
             else:
                 for item, written in zip(content, value[field.name], strict=True):
                     _narrow(item, written)
-    for field in message.DESCRIPTOR.fields:
-        if field.type in _WIDE_INTEGERS and value.get(field.name) == "0":
-            value[field.name] = 0
+    for name in value:
+        if value[name] == "0" and message.DESCRIPTOR.fields_by_name[name].type in _WIDE_INTEGERS:
+            value[name] = 0
+
+
+def _is_ours(field: Any) -> bool:
+    """Not a Timestamp or Duration, which are text in JSON."""
+    return bool(field.message_type.full_name.startswith("kvlease."))
