@@ -10,7 +10,8 @@ from kvlease import metrics, rpc, serving
 from kvlease.config import Settings
 from kvlease.lease import keys
 from kvlease.lease.buckets import Buckets
-from kvlease.lease.records import LeaseView, Records
+from kvlease.lease.knowledge import Knowledge, LeaseView
+from kvlease.lease.records import Records
 from kvlease.lease.rules import Limits
 from kvlease.lease.server import SERVICE, LeaseServer
 from kvlease.lease.service import LeaseOperations
@@ -40,7 +41,8 @@ async def serve_lease(
     engines: Mirror[Engine] = Mirror(store, registry_keys.ENGINES, parse_engine)
     monitor = serving.StoreMonitor(store, server, [leases, engines])
     limits = Limits.of(settings)
-    records = Records(store, leases, engines, Buckets(store, settings.conversation_ttl))
+    buckets = Buckets(store, settings.conversation_ttl)
+    records = Records(Knowledge(store, leases, engines, buckets))
     operations = LeaseOperations(records, leases, limits)
     servicer = LeaseServer(operations, leases, monitor, telemetry.tracer if telemetry else None)
     lease_pb2_grpc.add_LeaseServiceServicer_to_server(servicer, server.grpc)
@@ -57,6 +59,7 @@ async def serve_lease(
             ready=ready,
         )
     finally:
+        await records.close()
         if telemetry is not None:
             await asyncio.to_thread(telemetry.shutdown)
 

@@ -9,7 +9,7 @@ from opentelemetry import trace
 
 from kvlease import outcomes, rpc, serving, telemetry
 from kvlease.lease import watches
-from kvlease.lease.records import LeaseView
+from kvlease.lease.knowledge import LeaseView
 from kvlease.lease.service import LeaseOperations
 from kvlease.mirror import FellBehind, Mirror
 from kvlease.v1 import lease_pb2, lease_pb2_grpc

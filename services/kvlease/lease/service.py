@@ -10,7 +10,8 @@ import structlog
 
 from kvlease import metrics, outcomes, pages, times
 from kvlease.lease import claims, keys, rules, validate
-from kvlease.lease.records import LeaseView, Records
+from kvlease.lease.knowledge import LeaseView
+from kvlease.lease.records import BOTH, INFO, LEASE, Records
 from kvlease.lease.rules import Limits, State
 from kvlease.mirror import Mirror
 from kvlease.rpc import Refused
@@ -55,9 +56,12 @@ class LeaseOperations:
         """Counts the turn; tells who holds the conversation."""
         conversation = request.conversation
         validate.conversation(conversation)
-        info = await self._records.change_info(
-            conversation, lambda info: rules.start_turn(info, conversation, self._clock())
-        )
+
+        def decide(state: State, _: Engine | None) -> tuple[ConversationInfo, State]:
+            info = rules.start_turn(state.info, conversation, self._clock())
+            return info, State(state.lease, info)
+
+        info = await self._records.change(conversation, decide, INFO)
         lease = await self._lease_of(info)
         return StartTurnResponse(turn=info.turn, lease=lease)
 
@@ -94,7 +98,7 @@ class LeaseOperations:
             return lease, after
 
         try:
-            lease = await self._records.change(request.conversation, decide, with_info=True)
+            lease = await self._records.change(request.conversation, decide, BOTH)
         except SessionLost:
             raise _session_lost(request) from None
         metrics.LEASES_GRANTED.inc()
@@ -127,7 +131,7 @@ class LeaseOperations:
 
         try:
             answer = await self._records.change(
-                request.conversation, decide, with_info=False, with_holder=True
+                request.conversation, decide, LEASE, with_holder=True
             )
         except SessionLost:
             answer = ClaimResponse(
@@ -147,7 +151,7 @@ class LeaseOperations:
             return None, State(lease, state.info)
 
         with contextlib.suppress(SessionLost):  # then the ticket has gone with its lease
-            await self._records.change(request.conversation, decide, with_info=False)
+            await self._records.change(request.conversation, decide, LEASE)
         if request.result == lease_pb2.READ_RESULT_FAILED:
             log.warning(
                 "read failed",
@@ -167,7 +171,7 @@ class LeaseOperations:
             return lease, State(lease, state.info)
 
         try:
-            lease = await self._records.change(request.conversation, decide, with_info=False)
+            lease = await self._records.change(request.conversation, decide, LEASE)
         except SessionLost:
             raise rules.not_found("the lease's holder has just lost its session") from None
         return rules.public(lease)
@@ -184,7 +188,7 @@ class LeaseOperations:
             return tickets, after
 
         try:
-            tickets = await self._records.change(request.conversation, decide, with_info=True)
+            tickets = await self._records.change(request.conversation, decide, BOTH)
         except SessionLost:
             return RevokeResponse()  # everything under the session is gone
         if ended:
@@ -202,7 +206,7 @@ class LeaseOperations:
             after, ended = rules.end_conversation(state, conversation, self._clock())
             return ended, after
 
-        ended = await self._records.change(conversation, decide, with_info=True)
+        ended = await self._records.change(conversation, decide, BOTH)
         if ended:
             _count_end(lease_pb2.END_REASON_CONVERSATION_ENDED)
         return EndConversationResponse(lease_ended=ended)
@@ -218,7 +222,7 @@ class LeaseOperations:
             return None, after
 
         try:
-            await self._records.change(conversation, decide, with_info=True)
+            await self._records.change(conversation, decide, BOTH)
         except SessionLost:
             return
         if expired:

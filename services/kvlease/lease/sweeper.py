@@ -12,7 +12,7 @@ import structlog
 
 from kvlease import times
 from kvlease.lease import rules
-from kvlease.lease.records import LeaseView
+from kvlease.lease.knowledge import LeaseView
 from kvlease.lease.rules import Limits
 from kvlease.lease.service import LeaseOperations
 from kvlease.mirror import Mirror

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 
-from kvlease.lease.records import LeaseView
+from kvlease.lease.knowledge import LeaseView
 from kvlease.mirror import Change, Mirror
 from kvlease.v1.lease_pb2 import WatchLeasesResponse
 
