@@ -10,7 +10,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-import uvloop
 from router_stack import Stack, events, running, until
 from sim_engine import Cut, Fault, Hang, SimEngine, Slow, Status
 
@@ -19,12 +18,6 @@ from kvlease.store.memory import MemoryStore
 from kvlease.v1 import registry_pb2, registry_pb2_grpc
 
 CHAT = "/v1/chat/completions"
-
-
-@pytest.fixture(scope="module")
-def event_loop_policy() -> uvloop.EventLoopPolicy:
-    """The loop that the router runs on."""
-    return uvloop.EventLoopPolicy()
 
 
 @pytest.fixture

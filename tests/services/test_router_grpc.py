@@ -7,7 +7,6 @@ from typing import Any
 
 import grpc
 import pytest
-import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from router_stack import Stack, running, until
 
@@ -19,12 +18,6 @@ from kvlease.v1 import (
     router_pb2,
     router_pb2_grpc,
 )
-
-
-@pytest.fixture(scope="module")
-def event_loop_policy() -> uvloop.EventLoopPolicy:
-    """The loop that the router runs on."""
-    return uvloop.EventLoopPolicy()
 
 
 @pytest.fixture

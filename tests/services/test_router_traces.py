@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
-import uvloop
 from otlp_receiver import Receiver, Span, receiving, tree
 from router_stack import Stack, running, until
 from sim_engine import Cut, Hang, Slow, Status
@@ -23,12 +22,6 @@ def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
     with receiving() as made:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", made.endpoint)
         yield made
-
-
-@pytest.fixture(scope="module")
-def event_loop_policy() -> uvloop.EventLoopPolicy:
-    """The loop that the router runs on."""
-    return uvloop.EventLoopPolicy()
 
 
 @pytest.fixture

@@ -7,19 +7,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import uvloop
 from router_stack import Stack, events, running, until
 from sim_engine import Status
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
 MESSAGES = [{"role": "user", "content": "grüße"}]
-
-
-@pytest.fixture(scope="module")
-def event_loop_policy() -> uvloop.EventLoopPolicy:
-    """The loop that the router runs on."""
-    return uvloop.EventLoopPolicy()
 
 
 @pytest.fixture
