@@ -45,7 +45,7 @@ def start_etcd(tmp_path: Path) -> Iterator[Callable[..., Etcd]]:
     servers: list[Etcd] = []
 
     def start(**options: object) -> Etcd:
-        server = Etcd(tmp_path, name=f"etcd-{len(servers)}", **options)  # type: ignore[arg-type]
+        server = Etcd(tmp_path, name=f"own-{len(servers)}", **options)  # type: ignore[arg-type]
         servers.append(server)
         server.start()
         return server

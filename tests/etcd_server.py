@@ -170,6 +170,15 @@ class Etcd:
         """SIGSTOP: its connections stay open, and nothing answers."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
+        # Its threads stop one by one; until the last has, it may answer.
+        while not self._stopped(self._process.pid):
+            time.sleep(0.001)
+
+    @staticmethod
+    def _stopped(pid: int) -> bool:
+        stats = [each.read_text() for each in Path(f"/proc/{pid}/task").glob("*/stat")]
+        # proc(5): the state comes after the name, which is in brackets.
+        return all(stat.rpartition(") ")[2].startswith("T") for stat in stats)
 
     def resume(self) -> None:
         assert self._process is not None
@@ -223,6 +232,17 @@ class Etcd:
     def compact(self) -> None:
         """Forgets all history before now."""
         self.call("/v3/kv/compaction", {"revision": str(self.revision()), "physical": True})
+
+    def requests(self, method: str) -> int:
+        """How many gRPC calls of a method, for example ``Txn``, it has begun to handle."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.metrics_port, timeout=5)
+        try:
+            connection.request("GET", "/metrics")
+            lines = connection.getresponse().read().decode().splitlines()
+        finally:
+            connection.close()
+        wanted = ("grpc_server_started_total", f'grpc_method="{method}"')
+        return sum(int(float(line.split()[-1])) for line in lines if all(w in line for w in wanted))
 
     def is_leader(self) -> bool:
         status = self.call("/v3/maintenance/status", {})

@@ -232,7 +232,8 @@ class Members:
 
     def _observe(self, header: Message) -> None:
         if header.cluster_id != self._cluster or header.raft_term < self._term:
-            self.epoch += 1
+            if self._cluster:
+                self.epoch += 1
             self._cluster, self._term, self.revision = header.cluster_id, 0, 0
         self._term = max(self._term, header.raft_term)
         self.revision = max(self.revision, header.revision)

@@ -70,6 +70,7 @@ class Commits:
             # is settling a commit. The next try has another fence.
             if not fence.response_range.kvs:
                 return Conflict(ranges_by_key(self._members.keyspace, list(expect), ranges))
+            self._leave(attempt.fence)
 
     def _transaction(self, attempt: Attempt) -> Message:
         keyspace, fence = self._members.keyspace, attempt.fence
@@ -108,8 +109,7 @@ class Commits:
     ) -> tuple[int, Mapping[str, Versioned | None]]:
         """Has the attempt fail from now on, if it was not applied. Returns the written
         keys, as they were at the revision at which that was so."""
-        if self._fence == attempt.fence:
-            self._fence = self._new_fence()
+        self._leave(attempt.fence)
         lease_id = secrets.randbelow(2**63 - 1) + 1
         grant = pb.LeaseGrantRequest(ID=lease_id, TTL=_FENCE_TTL_S)
         try:
@@ -163,6 +163,11 @@ class Commits:
             return keyspace.key(event.kv.key) or ""
         # A key that is not the services' is a change nobody looks for.
         return keyspace.versioned(event.kv) or ""
+
+    def _leave(self, fence: bytes) -> None:
+        """Has the next attempts use another fence than this one."""
+        if self._fence == fence:
+            self._fence = self._new_fence()
 
     def _new_fence(self) -> bytes:
         return self._members.keyspace.fence(secrets.token_hex(8))

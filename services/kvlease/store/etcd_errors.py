@@ -100,6 +100,8 @@ class Advice:
             if text in details:
                 return sentence
         cause = details.removeprefix("etcdserver: ").rpartition("last error: ")[2]
+        if cause == "Internal error from Core":  # gRPC's, for a write on a broken stream
+            cause = "the connection broke"
         if kind in (Kind.UNSENT, Kind.UNKNOWN):
             hint = "" if self.tls else "; if it uses TLS, set etcd_ca"
             return (

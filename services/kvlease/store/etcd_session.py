@@ -56,7 +56,7 @@ class _Link:
         self._waiting.clear()
 
     async def close(self) -> None:
-        self.broken = True
+        self.fail(self.stream.silent())
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
         await self.stream.close()
