@@ -140,9 +140,10 @@ def grant_request(
     holder: Engine,
     talk: Conversation | None = None,
     tokens: Sequence[int] = range(20),
+    chunk: int = CHUNK,
     **fields: Any,
 ) -> lease_pb2.GrantRequest:
-    proof = prefix.prove(tokens, seed=SEED, chunk_tokens=CHUNK)
+    proof = prefix.prove(tokens, seed=SEED, chunk_tokens=chunk)
     values: dict[str, Any] = {
         "conversation": talk or conversation(),
         "lease_id": uuid.uuid4().hex,
@@ -154,7 +155,7 @@ def grant_request(
         "block_size": BLOCK,
         "compatibility_hash": "hash",
         "proof": lease_pb2.PrefixProof(
-            chunk_tokens=CHUNK, chunk_digests=proof.chunk_digests, tail_digest=proof.tail_digest
+            chunk_tokens=chunk, chunk_digests=proof.chunk_digests, tail_digest=proof.tail_digest
         ),
         "kv_transfer_params_json": '{"remote_block_ids": [[1, 2, 3]]}',
     }
@@ -162,16 +163,19 @@ def grant_request(
 
 
 def claim_request(
-    talk: Conversation | None = None, tokens: Sequence[int] = range(25), **fields: Any
+    talk: Conversation | None = None,
+    tokens: Sequence[int] = range(25),
+    chunk: int = CHUNK,
+    **fields: Any,
 ) -> lease_pb2.ClaimRequest:
-    proof = prefix.prove(tokens, seed=SEED, chunk_tokens=CHUNK)
+    proof = prefix.prove(tokens, seed=SEED, chunk_tokens=chunk)
     values: dict[str, Any] = {
         "conversation": talk or conversation(),
         "ticket_id": uuid.uuid4().hex,
         "reader_engine_id": "prefill-0",
         "reader_incarnation": "p1",
         "compatibility_hash": "hash",
-        "proof": lease_pb2.PrefixProof(chunk_tokens=CHUNK, chunk_digests=proof.chunk_digests),
+        "proof": lease_pb2.PrefixProof(chunk_tokens=chunk, chunk_digests=proof.chunk_digests),
         "num_prompt_tokens": len(tokens),
         "min_tokens": 1,
     }
