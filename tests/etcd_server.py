@@ -114,11 +114,7 @@ class Etcd:
             *self.flags,
         ]
         if self.tls:
-            command += [
-                f"--cert-file={self.tls.cert}",
-                f"--key-file={self.tls.key}",
-                f"--trusted-ca-file={self.tls.ca}",
-            ]
+            command += [f"--cert-file={self.tls.cert}", f"--key-file={self.tls.key}"]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("ETCD_")}
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -217,17 +213,17 @@ class Etcd:
 
     def get(self, key: str) -> bytes | None:
         """The value of a full key, prefix and all; None where absent."""
-        found = self.call("/v3/kv/range", {"key": _b64(key)}).get("kvs")
+        found = self.call("/v3/kv/range", {"key": b64(key)}).get("kvs")
         return base64.b64decode(found[0].get("value", "")) if found else None
 
     def put(self, key: str, value: bytes) -> None:
-        self.call("/v3/kv/put", {"key": _b64(key), "value": base64.b64encode(value).decode()})
+        self.call("/v3/kv/put", {"key": b64(key), "value": base64.b64encode(value).decode()})
 
     def delete(self, key: str) -> None:
-        self.call("/v3/kv/deleterange", {"key": _b64(key)})
+        self.call("/v3/kv/deleterange", {"key": b64(key)})
 
     def revision(self) -> int:
-        return int(self.call("/v3/kv/range", {"key": _b64("/")})["header"]["revision"])
+        return int(self.call("/v3/kv/range", {"key": b64("/")})["header"]["revision"])
 
     def compact(self) -> None:
         """Forgets all history before now."""
@@ -281,5 +277,5 @@ class EtcdCluster:
             member.kill()
 
 
-def _b64(text: str) -> str:
+def b64(text: str) -> str:
     return base64.b64encode(text.encode()).decode()

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
+from contract_helpers import Watcher
 from etcd_server import Etcd
+from tcp_proxy import TcpProxy
 
 from kvlease.config import Settings
 from kvlease.store import Store, open_store
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from contract_helpers import Watcher
-from tcp_proxy import TcpProxy
 
 OpenStore = Callable[..., Store]
 

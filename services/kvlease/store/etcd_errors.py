@@ -103,10 +103,10 @@ class Advice:
         if cause == "Internal error from Core":  # gRPC's, for a write on a broken stream
             cause = "the connection broke"
         if kind in (Kind.UNSENT, Kind.UNKNOWN):
-            hint = "" if self.tls else "; if it uses TLS, set etcd_ca"
+            hint = "does not use TLS, leave etcd_ca empty" if self.tls else "uses TLS, set etcd_ca"
             return (
                 f"etcd cannot be reached at {self.endpoints} ({cause}): start it, or correct "
-                f"etcd_endpoints{hint}"
+                f"etcd_endpoints; if it {hint}"
             )
         return f"etcd at {endpoint} refuses a request: {cause} ({code.name})"
 
@@ -127,6 +127,11 @@ class Advice:
             "Hostname Verification Check failed": (
                 f"the certificate of etcd at {endpoint} is for another host name: name the "
                 "host in etcd_endpoints as the certificate does"
+            ),
+            # What gRPC makes of the alert that ends a connection after the handshake.
+            "TSI_DATA_CORRUPTED": (
+                f"etcd at {endpoint} does not accept the client: set etcd_cert and etcd_key to a "
+                "client certificate that its --trusted-ca-file has signed"
             ),
             "WRONG_VERSION_NUMBER": (
                 f"etcd at {endpoint} does not use TLS: leave etcd_ca empty, or turn TLS on in etcd"

@@ -47,7 +47,7 @@ def credentials_of(settings: Settings) -> grpc.ChannelCredentials | None:
     context = ssl.create_default_context()
     try:
         context.load_verify_locations(cadata=ca.decode("ascii", "replace"))
-    except ssl.SSLError:
+    except (ssl.SSLError, ValueError):
         raise ConfigError(
             f"etcd_ca={settings.etcd_ca} holds no PEM certificate: name the CA that signed "
             "etcd's certificate"
