@@ -133,7 +133,7 @@ async def run(
     name: str,
     monitor: StoreMonitor,
     mirrors: Sequence[Mirror[Any]],
-    others: Sequence[Coroutine[Any, Any, None]] = (),
+    others: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
     ready: Ready,
 ) -> None:
     """Serves until ``stop`` is set, then in order: not ready, watches end, running calls
@@ -144,24 +144,22 @@ async def run(
     """
     try:
         port = await server.start(listen)
-    except BaseException:
-        for other in others:
-            other.close()
-        raise
-    host = listen.rpartition(":")[0]
-    async with asyncio.TaskGroup() as group:
-        owned = [group.create_task(mirror.run()) for mirror in mirrors]
-        owned += [group.create_task(other) for other in others]
-        owned.append(group.create_task(monitor.run()))
-        owned.append(group.create_task(_tell(monitor, ready, name, f"{host}:{port}")))
-        try:
+        address = f"{listen.rpartition(':')[0]}:{port}"
+        async with asyncio.TaskGroup() as group:
+            owned = [group.create_task(mirror.run()) for mirror in mirrors]
+            owned += [group.create_task(other()) for other in others]
+            owned.append(group.create_task(monitor.run()))
+            owned.append(group.create_task(_tell(monitor, ready, name, address)))
             await stop.wait()
-        finally:
             for mirror in mirrors:
                 mirror.end_subscriptions()
             await server.stop(STOP_GRACE_S)
             for task in owned:
                 task.cancel()
+    finally:
+        # Also when this is cancelled, while it starts too: a grpc.aio server that runs
+        # when its event loop ends complains about that with a traceback.
+        await server.stop(0)
 
 
 async def _tell(monitor: StoreMonitor, ready: Ready, name: str, address: str) -> None:

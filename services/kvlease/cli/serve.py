@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from typing import Any
 
 import click
@@ -64,26 +64,20 @@ def serve(service: str, assignments: tuple[str, ...], config_file: str | None) -
             "etcd_endpoints, or run `kvlease serve all`, which needs none"
         )
     logs.configure(settings, service=service)
-    with _one_sentence():
-        uvloop.run(_run(service, settings))
-
-
-@contextlib.contextmanager
-def _one_sentence() -> Iterator[None]:
-    """What task groups have wrapped comes out as the ConfigError that it is."""
     try:
-        yield
-    except BaseExceptionGroup as group:
-        wrong = _first_config_error(group)
-        if wrong is None:
+        uvloop.run(_run(service, settings))
+    except BaseExceptionGroup as error:
+        problem = _config_problem(error)
+        if problem is None:
             raise
-        raise wrong from None
+        raise ConfigError(problem) from None
 
 
-def _first_config_error(error: BaseException) -> ConfigError | None:
+def _config_problem(error: BaseException) -> str | None:
+    """What is wrong with the configuration, also from inside of task groups."""
     if isinstance(error, BaseExceptionGroup):
-        return next(filter(None, map(_first_config_error, error.exceptions)), None)
-    return error if isinstance(error, ConfigError) else None
+        return next(filter(None, map(_config_problem, error.exceptions)), None)
+    return str(error) if isinstance(error, ConfigError) else None
 
 
 async def _run(service: str, settings: Settings) -> None:

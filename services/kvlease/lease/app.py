@@ -55,7 +55,7 @@ async def serve_lease(
             name="lease",
             monitor=monitor,
             mirrors=[leases, engines],
-            others=[Sweeper(operations, leases, limits).run()],
+            others=[Sweeper(operations, leases, limits).run],
             ready=ready,
         )
     finally:

@@ -36,7 +36,7 @@ async def serve_registry(
         name="registry",
         monitor=monitor,
         mirrors=[engines],
-        others=[count_lost_sessions(engines)],
+        others=[functools.partial(count_lost_sessions, engines)],
         ready=ready,
     )
 
