@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -292,3 +295,19 @@ def test_the_table_decides_about_every_field_of_vllm_s_request(module: str, name
 
     assert len(fields) > 50
     assert fields - FIELDS == set()
+
+
+def test_vllm_itself_takes_the_prefill_half_of_every_request_it_takes() -> None:
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    script = Path(__file__).parents[1] / "split_against_vllm.py"
+
+    done = subprocess.run(
+        [sys.executable, str(script), "3000"], capture_output=True, text=True, timeout=150
+    )
+
+    assert done.returncode == 0, done.stderr[-2000:]
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["broken"] == report["wrong"] == report["leaks"] == []
+    assert report["served"] > 1000
+    assert report["refused"] > 100

@@ -105,6 +105,10 @@ class Turns:
             raw = await request.read()
         except web.HTTPRequestEntityTooLarge:
             raise errors.too_large(self._max_body_bytes) from None
+        except web.RequestPayloadError:
+            raise rules.InvalidRequest(
+                "The request body cannot be decoded: check its Content-Encoding."
+            ) from None
         ask = read_ask(endpoint, raw, request.headers, tenant)
         engines = self._tools.engines
         known = [engine.model for engine in engines.models()]
