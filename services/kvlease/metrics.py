@@ -16,7 +16,8 @@ from prometheus_client import (
 from kvlease import outcomes
 from kvlease.config import ConfigError
 
-disable_created_metrics()  # a second series for each counter, which nobody reads
+# A second series for each counter, which nobody reads.
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 LEASES_GRANTED = Counter("kvlease_leases_granted", "Leases granted by this process.")
 
