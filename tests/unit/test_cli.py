@@ -105,6 +105,7 @@ def test_json_has_numbers_as_numbers_and_every_field() -> None:
     assert value["usage"]["retained_blocks"] == 0
     assert value["kv_bytes_per_token"] == 0
     assert value["http_address"] == ""
+    assert list(value)[:2] == ["engine_id", "role"]
 
 
 @pytest.mark.parametrize(
@@ -120,6 +121,11 @@ def test_json_has_numbers_as_numbers_and_every_field() -> None:
 )
 def test_durations_read_well(seconds: float, text: str) -> None:
     assert tables.duration(seconds) == text
+
+
+def test_one_thing_is_not_called_many() -> None:
+    assert tables.count(1, "lease") == "1 lease"
+    assert tables.count(0, "lease") == "0 leases"
 
 
 def test_a_conversation_id_cannot_steer_the_terminal() -> None:

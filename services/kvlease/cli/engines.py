@@ -57,7 +57,7 @@ def _table(found: list[registry_pb2.Engine]) -> Table:
     table = tables.new(
         *("engine", "role", "state", "model", "HTTP"),
         *("blocks", "retained", "free", "leases", "up for", "incarnation"),
-        title=f"{len(found)} engines",
+        title=tables.count(len(found), "engine"),
         numbers=("blocks", "retained", "free", "leases", "up for"),
     )
     now_s = time.time()

@@ -68,7 +68,7 @@ def _table(found: list[lease_pb2.Lease]) -> Table:
     table = tables.new(
         *("conversation", "tenant", "model", "turn", "state", "holder"),
         *("tokens", "blocks", "readers", "claims", "age", "expires in"),
-        title=f"{len(found)} leases",
+        title=tables.count(len(found), "lease"),
         numbers=("turn", "tokens", "blocks", "readers", "claims", "age", "expires in"),
     )
     now_s = time.time()

@@ -118,28 +118,31 @@ def _sentence(what: str, address: str, error: grpc.RpcError) -> str:
 
 
 def as_dict(message: Message) -> dict[str, Any]:
-    """protobuf's JSON form with the names of the .proto files, all fields present, and
-    64-bit integers as numbers (all of ours are small enough for JSON)."""
+    """protobuf's JSON form with the names of the .proto files, all fields present and in
+    the order of their numbers, and 64-bit integers as numbers (all of ours are small
+    enough for JSON)."""
     value = json_format.MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
-    _narrow(message, value)
-    return value
+    return _tidy(message, value)
 
 
-def _narrow(message: Message, value: dict[str, Any]) -> None:
-    for field, content in message.ListFields():
+def _tidy(message: Message, value: dict[str, Any]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        written = value.get(field.name)
+        if written is None:
+            continue
+        content = getattr(message, field.name)
         if field.type in _WIDE_INTEGERS:
-            value[field.name] = content
+            written = content
         elif field.type == FieldDescriptor.TYPE_MESSAGE and _is_ours(field):
             if isinstance(content, Message):
-                _narrow(content, value[field.name])
+                written = _tidy(content, written)
             else:
-                for item, written in zip(content, value[field.name], strict=True):
-                    _narrow(item, written)
-    for name in value:
-        if value[name] == "0" and message.DESCRIPTOR.fields_by_name[name].type in _WIDE_INTEGERS:
-            value[name] = 0
+                written = [_tidy(*pair) for pair in zip(content, written, strict=True)]
+        result[field.name] = written
+    return result
 
 
 def _is_ours(field: Any) -> bool:

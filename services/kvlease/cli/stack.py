@@ -78,7 +78,8 @@ class Stack:
         """
         try:
             self._prepare()
-            deadline = time.monotonic() + timeout_s
+            started = time.monotonic()
+            deadline = started + timeout_s
             stages: Sequence[tuple[Kind, ...]] = (
                 ("etcd",),
                 ("registry", "lease", "router", "all"),
@@ -88,7 +89,7 @@ class Stack:
                 parts = [part for part in self.plan.of(*kinds) if part.name not in without]
                 for part in parts:
                     self._spawn(part)
-                self._wait(parts, deadline)
+                self._wait(parts, deadline, started)
             if self.plan.of(*ENGINES):
                 self._wait_routers_ready(deadline)
         except BaseException:
@@ -267,10 +268,11 @@ class Stack:
         self._incarnations[part.name] = command.incarnation
         self._save_state()
 
-    def _wait(self, parts: Sequence[Part], deadline: float) -> None:
+    def _wait(self, parts: Sequence[Part], deadline: float, since: float | None = None) -> None:
+        """``since``: the start of what progress tells the seconds of."""
         pending = list(parts)
-        started = time.monotonic()
-        said = started
+        said = time.monotonic()
+        started = said if since is None else since
         while pending:
             for part in list(pending):
                 self._check_runs(part)

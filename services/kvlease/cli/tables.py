@@ -68,6 +68,11 @@ def new(*columns: str, title: str, numbers: tuple[str, ...] = ()) -> Table:
     return table
 
 
+def count(number: int, noun: str) -> str:
+    """``"1 lease"``, ``"3 leases"``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def ago(timestamp: Timestamp, now_s: float) -> str:
     """Time from ``timestamp`` to now, for people."""
     return duration(now_s - timestamp.seconds - timestamp.nanos / 1e9)
