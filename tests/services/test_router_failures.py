@@ -13,7 +13,7 @@ import pytest
 from router_stack import Stack, events, running, until
 from sim_engine import Cut, Fault, Hang, SimEngine, Slow, Status
 
-from kvlease.store.base import Committed, Conflict, Write
+from kvlease.store.base import Committed, Conflict, StoreUnavailable, Write
 from kvlease.store.memory import MemoryStore
 from kvlease.v1 import registry_pb2, registry_pb2_grpc
 
@@ -253,6 +253,24 @@ async def test_with_all_decode_engines_gone_the_client_is_told_what_to_do(stack:
     assert answer["error"]["code"] == "no_decode_engine"
 
 
+async def test_no_prompt_is_computed_for_decode_engines_that_are_known_to_be_gone(
+    stack: Stack,
+) -> None:
+    await stack.engines["decode-0"].kill()
+    await ask_raw(stack)  # now it is known
+
+    status, answer = await ask_raw(stack)
+
+    assert status == 503
+    assert "start a decode engine" in answer["error"]["message"]
+    assert served(stack.engines["prefill-0"]) == [1]
+
+
+async def ask_raw(stack: Stack) -> tuple[int, Any]:
+    async with stack.client.post(stack.url + CHAT, json=chat()) as response:
+        return response.status, await response.json()
+
+
 async def test_a_stream_that_breaks_off_ends_with_an_error_event(stack: Stack) -> None:
     stack.engines["decode-0"].faults.append(Cut(chunks=3))
 
@@ -411,15 +429,18 @@ async def _counted(stack: Stack) -> bool:
 
 
 class StuckStore(MemoryStore):
-    """A store that takes writes and never answers, once it is stuck."""
+    """A store that takes writes and does not answer before its own deadline, once it is
+    stuck."""
 
     stuck = False
+    deadline_s = 1.5
 
     async def commit(
         self, expect: Mapping[str, int], writes: Sequence[Write]
     ) -> Committed | Conflict:
         if self.stuck:
-            await asyncio.Event().wait()
+            await asyncio.sleep(self.deadline_s)
+            raise StoreUnavailable("simulated")
         return await super().commit(expect, writes)
 
 
@@ -441,7 +462,7 @@ async def test_a_lease_service_that_hangs_costs_its_deadline_twice_not_every_tur
         assert max(times[2:]) < 0.1
         assert await stack.metric("kvlease_start_turn_failures_total") == 6
         store.stuck = False
-        await until(lambda: _counted(stack), "turns are not counted again", timeout_s=3)
+        await until(lambda: _counted(stack), "turns are not counted again", timeout_s=8)
 
 
 async def _ready(stack: Stack) -> bool:

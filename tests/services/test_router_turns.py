@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import pytest
 from router_stack import Stack, events, running, until
 from sim_engine import Status
+
+from kvlease.config import ConfigError
+from kvlease.router.app import serve_router
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
@@ -346,7 +350,7 @@ async def test_without_a_decode_engine_a_turn_is_refused_before_its_prefill() ->
             answer = await response.json()
 
         assert response.status == 503
-        assert "Start a decode engine" in answer["error"]["message"]
+        assert "start a decode engine" in answer["error"]["message"]
         assert stack.engines["prefill-0"].seen == []
 
 
@@ -441,3 +445,23 @@ async def test_a_conversation_can_be_ended_and_ending_it_again_is_no_error(stack
         "leases_ended": ["sim"],
     }
     assert answers[1]["leases_ended"] == []
+
+
+# --- configuration ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["router_listen", "router_grpc_listen"])
+async def test_a_port_that_is_taken_is_a_configuration_error(stack: Stack, name: str) -> None:
+    free = {"router_listen": "127.0.0.1:0", "router_grpc_listen": "127.0.0.1:0"}
+    taken = {name: getattr(stack.settings, name)}
+    settings = stack.settings.model_copy(update={**free, **taken})
+
+    with pytest.raises(ConfigError, match=f"cannot listen on {taken[name]}"):
+        await serve_router(settings, asyncio.Event())
+
+
+async def test_an_address_that_is_none_is_a_configuration_error(stack: Stack) -> None:
+    settings = stack.settings.model_copy(update={"router_listen": "somewhere"})
+
+    with pytest.raises(ConfigError, match="host:port"):
+        await serve_router(settings, asyncio.Event())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from kvlease.router import handoff
 from kvlease.router.ask import read_ask, to_json
 from kvlease.router.circuit import Circuit
 from kvlease.router.errors import HttpError, unknown_model
-from kvlease.router.handoff import TurnInfo
+from kvlease.router.handoff import Handoff, TurnInfo
 from kvlease.router.keys import read_keys
 from kvlease.router.rules import InvalidRequest
 from kvlease.router.split import Endpoint
+from kvlease.router.turn import Prefilled
 
 INFO = TurnInfo("acme", "c", 3)
 
@@ -149,6 +151,17 @@ def test_an_outcome_that_is_no_word_of_ours_counts_as_off(ours: dict[str, Any]) 
     answer = {"kv_transfer_params": {**REMOTE, "kvlease": ours}}
 
     assert handoff.from_answer(answer).outcome == "off"
+
+
+def test_a_handoff_is_over_when_its_blocks_may_have_been_freed() -> None:
+    def prefilled(ttl_s: float, age_s: float, params: Any = REMOTE) -> Prefilled:
+        return Prefilled(Handoff("off", params, ttl_s=ttl_s), "id", time.monotonic() - age_s)
+
+    assert not prefilled(60, 1).is_over
+    assert 58 < prefilled(60, 1).remaining_s <= 59
+    assert prefilled(60, 61).is_over
+    assert not prefilled(60, 61, None).is_over  # there was nothing to read
+    assert not prefilled(0, 61).is_over  # plain vLLM does not say
 
 
 # --- reading a request ------------------------------------------------------------------

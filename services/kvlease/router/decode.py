@@ -126,9 +126,7 @@ async def _rest(
     except EngineGone as gone:
         failure = EngineFailed(engine, "lost", str(gone), sent=True)
         turn.note(tools, "decode", failure)
-        raise errors.engine_lost(
-            f"{failure}: the answer is incomplete. Send the request again."
-        ) from gone
+        raise errors.engine_lost(f"{failure}: it is incomplete. Send the request again.") from gone
 
 
 def _body(turn: Turn, prefilled: Prefilled) -> bytes:

@@ -88,7 +88,7 @@ class Relay:
                 following = await read()
             except (aiohttp.ClientError, OSError) as error:
                 self._clean_end = chunk.endswith(b"\n\n") if chunk else self._clean_end
-                raise EngineGone(f"broke off: {str(error) or type(error).__name__}") from error
+                raise EngineGone("closed its connection in the middle of the answer") from error
             if not following:
                 break
             chunk = following

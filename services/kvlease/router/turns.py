@@ -136,15 +136,12 @@ class Turns:
                     span.set_attribute("kvlease.start_turn.failure", started.failure)
                     self._tools.metrics.start_turn_failures.inc()
             trace.started(turn.number, turn.lease)
+            prefill_found = engines.candidates(PREFILL, ask.model)
+            decode_found = engines.candidates(DECODE, ask.model)
+            decode_choice = await self._live_decode(turn)
             halves = {
-                "prefill": (
-                    found := engines.candidates(PREFILL, ask.model),
-                    rules.choose_prefill(found, ask.affinity),
-                ),
-                "decode": (
-                    found := engines.candidates(DECODE, ask.model),
-                    rules.choose_decode(found, turn.lease, ask.affinity),
-                ),
+                "prefill": (prefill_found, rules.choose_prefill(prefill_found, ask.affinity)),
+                "decode": (decode_found, decode_choice),
             }
             for half, (candidates, choice) in halves.items():
                 names = [candidate.engine.engine_id for candidate in candidates]
@@ -152,15 +149,29 @@ class Turns:
                 span.set_attribute(f"kvlease.{half}.reason", choice.reason)
                 if choice.engine is not None:
                     span.set_attribute(f"kvlease.{half}.engine_id", choice.engine.engine_id)
-            decode_choice = halves["decode"][1]
             if decode_choice.engine is None:
                 raise errors.unavailable(
                     f"The model {ask.model!r} cannot be served: {decode_choice.reason}. "
-                    "Start a decode engine.",
+                    "Try again, or start a decode engine.",
                     "no_decode_engine",
                 )
         answer.turn = turn
         return turn
+
+    async def _live_decode(self, turn: Turn) -> rules.Choice:
+        """The decode engine that the turn would go to now. One that may be dead is knocked
+        at, before a prefill engine computes a prompt for nobody."""
+        refusing: set[str] = set()
+        while True:
+            candidates = self._tools.engines.candidates(DECODE, turn.ask.model)
+            choice = rules.choose_decode(candidates, turn.lease, turn.ask.affinity, refusing)
+            engine = choice.engine
+            doubtful = [c.engine for c in candidates if c.suspect or c.departed]
+            if engine is None or engine not in doubtful:
+                return choice
+            if await self._tools.upstream.accepts(engine):
+                return choice
+            refusing.add(engine.incarnation)
 
     def _passed_on(self, request: web.Request) -> dict[str, str]:
         """Of the client's headers, engines get none but the credentials that they may

@@ -7,9 +7,9 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from urllib.parse import urlsplit
 
 import aiohttp
-import yarl
 
 from kvlease.router.engines import Engines
 from kvlease.router.split import Endpoint
@@ -79,10 +79,10 @@ class Upstream:
 
     async def accepts(self, engine: registry_pb2.Engine) -> bool:
         """Whether the engine's server accepts a connection now."""
-        url = yarl.URL(engine.http_address)
+        url = urlsplit(engine.http_address)
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                _, writer = await asyncio.open_connection(url.host, url.port)
+                _, writer = await asyncio.open_connection(url.hostname, url.port or 80)
         except OSError:  # also TimeoutError
             return False
         writer.close()
@@ -123,7 +123,7 @@ class Upstream:
                 engine, "refused", f"has an address that is no URL: {error}", sent=False
             ) from error
         except (aiohttp.ClientError, OSError) as error:
-            detail = f"closed the connection: {str(error) or type(error).__name__}"
+            detail = f"closed its connection without an answer ({type(error).__name__})"
             raise EngineFailed(engine, "lost", detail, sent=True) from error
         finally:
             if response is not None:
