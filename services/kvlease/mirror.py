@@ -100,6 +100,7 @@ class Mirror(Generic[Record]):
         self._prefix = prefix
         self._parse = parse
         self._entries: dict[str, Entry[Record]] = {}
+        self._written: dict[str, tuple[int, Entry[Record] | None]] = {}
         self._subscriptions: set[Subscription[Record]] = set()
         self._ended = False
         self._fence_key = prefix + _FENCE
@@ -129,6 +130,19 @@ class Mirror(Generic[Record]):
     def get(self, key: str) -> Entry[Record] | None:
         """The record as last seen."""
         return self._entries.get(key)
+
+    def latest(self, key: str) -> Entry[Record] | None:
+        """The record as last seen, or as this process has written it since."""
+        written = self._written.get(key)
+        return written[1] if written else self._entries.get(key)
+
+    def note_written(self, key: str, revision: int, item: Versioned | None) -> None:
+        """This process has just written (None: removed) a key. :meth:`latest` knows it
+        from now on; everything else waits for the watch, which sees writes in order."""
+        seen = self._entries.get(key)
+        if (seen.item.revision if seen else 0) < revision and (seen or item):
+            entry = Entry(item, self._parse(item.value)) if item else None
+            self._written[key] = (revision, entry)
 
     def entries(self) -> list[Entry[Record]]:
         """All records as last seen, in no order."""
@@ -175,6 +189,7 @@ class Mirror(Generic[Record]):
     def _apply(self, event: WatchEvent) -> None:
         match event:
             case Synced():
+                self._written.clear()  # what they told may have been skipped
                 self._synced.set()
             case Changed(item) if item.key == self._fence_key:
                 self._fence_revision = item.revision
@@ -183,6 +198,7 @@ class Mirror(Generic[Record]):
             case Changed(item):
                 self._change(item)
             case Removed(key, _, after_gap):
+                self._written.pop(key, None)
                 gone = self._entries.pop(key, None)
                 if gone is not None:
                     self._publish(Change(key, gone.record, None, after_gap))
@@ -194,6 +210,8 @@ class Mirror(Generic[Record]):
             # Somebody else's value, or a newer kvlease's: no reason to stop serving.
             log.error("a stored value cannot be read", key=item.key, revision=item.revision)
             return
+        if self._written.get(item.key, (0, None))[0] <= item.revision:
+            self._written.pop(item.key, None)
         before = self._entries.get(item.key)
         self._entries[item.key] = entry
         self._publish(Change(item.key, before.record if before else None, entry.record))

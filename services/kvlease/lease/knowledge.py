@@ -72,15 +72,6 @@ class Part:
         return Part(self.lease or other.lease, self.info or other.info)
 
 
-@dataclass(frozen=True, slots=True)
-class Wrote:
-    """A write worked. ``lease`` is the lease's item now, if the write was about it."""
-
-    revision: int
-    wrote_lease: bool
-    lease: Versioned | None
-
-
 class Knowledge:
     """Reads from mirror, memory and store; writes to the store."""
 
@@ -93,19 +84,13 @@ class Knowledge:
         self._buckets = buckets
         self._infos: OrderedDict[str, Versioned] = OrderedDict()
 
-    def guess(self, conversation: Conversation, last: Wrote | None) -> Known:
-        """What is known without asking. ``last``: this replica's last write of the lease,
-        if it may be newer than what the watch has told.
-
-        A record that is not known counts as absent: if it is not, the write says so.
-        """
-        seen = self._leases.get(keys.lease(conversation))
+    def guess(self, conversation: Conversation) -> Known:
+        """What is known without asking. A record that is not known counts as absent: if
+        it is not, the write says so."""
+        seen = self._leases.latest(keys.lease(conversation))
         info = self._infos.get(keys.conversation(conversation))
-        if last is not None and (seen is None or last.revision > seen.item.revision):
-            return _known(last.lease, info, certain=False)
-        if seen is None:
-            return _known(None, info, certain=False)
-        return Known(seen.item, info, State(seen.record.lease, _info(info)), certain=False)
+        lease = seen.record.lease if seen else None
+        return Known(seen.item if seen else None, info, State(lease, _info(info)), certain=False)
 
     async def read(self, conversation: Conversation, *, with_holder: bool = False) -> Known:
         """Both records, from one moment; ``with_holder``: and the lease's holder."""
@@ -143,9 +128,9 @@ class Knowledge:
 
     async def write(
         self, conversation: Conversation, known: Known, after: State, part: Part
-    ) -> Known | Wrote:
-        """Makes ``known`` into ``after`` if nothing of ``part`` has changed, else tells
-        what there is.
+    ) -> Known | None:
+        """Makes ``known`` into ``after`` if nothing of ``part`` has changed: None; else
+        tells what there is.
 
         Raises :class:`~kvlease.store.base.SessionLost`: the lease's session has ended, or
         the one that conversations' records were given (:meth:`forget_session`).
@@ -170,8 +155,11 @@ class Knowledge:
             return _known(result.current.get(lease_key), result.current.get(info_key), certain)
         if info_write is not None:
             self._remember(_stored(info_write, result.revision))
-        lease = _stored(lease_write, result.revision) if isinstance(lease_write, Put) else None
-        return Wrote(result.revision, lease_write is not None, lease)
+        if lease_write is not None:
+            put = lease_write if isinstance(lease_write, Put) else None
+            item = _stored(put, result.revision) if put else None
+            self._leases.note_written(lease_key, result.revision, item)
+        return None
 
     def forget_session(self) -> None:
         """The next conversation record gets a new session."""

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from kvlease import serving
 from kvlease.lease import keys
-from kvlease.lease.knowledge import Knowledge, Known, Part, Wrote
+from kvlease.lease.knowledge import Knowledge, Known, Part
 from kvlease.lease.rules import State
 from kvlease.rpc import Refused
 from kvlease.store.base import SessionLost, StoreError, StoreUnavailable
@@ -69,12 +69,10 @@ class _Change:
 
 @dataclass(slots=True)
 class _Queue:
-    """The changes of one conversation that wait, and what the last one made of its
-    lease."""
+    """The changes of one conversation that wait."""
 
     conversation: Conversation
     waiting: list[_Change] = field(default_factory=list)
-    last: Wrote | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,9 +184,7 @@ class Records:
                 self._knowledge.forget_session()
                 known = await self._knowledge.read(queue.conversation, with_holder=with_holder)
                 continue
-            if isinstance(result, Wrote):
-                if result.wrote_lease:
-                    queue.last = result
+            if result is None:
                 return _settle(decided, known.certain)
             known = result
         raise StoreUnavailable("the conversation's records change all the time: try again")
@@ -196,7 +192,7 @@ class Records:
     async def _begin(self, queue: _Queue, batch: Sequence[_Change], with_holder: bool) -> Known:
         if any(change.must_be_certain for change in batch):
             return await self._knowledge.read(queue.conversation, with_holder=with_holder)
-        return self._knowledge.guess(queue.conversation, queue.last)
+        return self._knowledge.guess(queue.conversation)
 
     def _decide(self, batch: Sequence[_Change], known: Known) -> _Decided:
         state = known.state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from urllib.parse import quote
 
 from kvlease.v1 import registry_pb2
@@ -16,6 +17,7 @@ ROLE_WORDS = {
 }
 
 
+@lru_cache(maxsize=16_384)
 def part(text: str) -> str:
     """One part of a key: percent-encoded, so that no text reaches beyond its part."""
     return quote(text, safe="")
