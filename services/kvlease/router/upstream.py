@@ -116,11 +116,14 @@ class Upstream:
             yield response
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise EngineFailed(
-                engine, "refused", f"does not accept connections: {error}", sent=False
+                engine,
+                "refused",
+                f"does not accept connections ({type(error).__name__})",
+                sent=False,
             ) from error
         except aiohttp.InvalidURL as error:
             raise EngineFailed(
-                engine, "refused", f"has an address that is no URL: {error}", sent=False
+                engine, "refused", "has an address that is no URL", sent=False
             ) from error
         except (aiohttp.ClientError, OSError) as error:
             detail = f"closed its connection without an answer ({type(error).__name__})"
