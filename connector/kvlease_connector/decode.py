@@ -40,7 +40,11 @@ GRANT_TRIES_S = 5.0
 """A grant without a clear answer is tried again for so long, then revoked: until one of
 the two is confirmed the store may show the lease."""
 
-_REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
+_REFUSALS = (
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+)
 
 RETRY_S = 0.2
 SWEEP_S = 0.2

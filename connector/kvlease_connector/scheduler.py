@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import time
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -20,21 +19,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
 )
 from vllm.v1.request import RequestStatus
 
-from kvlease import prefix, rpc, telemetry
-from kvlease.v1 import (
-    common_pb2,
-    lease_pb2_grpc,
-    registry_pb2,
-    registry_pb2_grpc,
-)
+from kvlease import prefix
+from kvlease.v1 import common_pb2, registry_pb2
 from kvlease_connector import model
-from kvlease_connector.background import Background
 from kvlease_connector.blocks import BlockHolder
-from kvlease_connector.claims import Answer, Ask, Claims
+from kvlease_connector.claims import Answer, Ask
+from kvlease_connector.control import ControlPlane
 from kvlease_connector.decode import DecodeSide, Finished
 from kvlease_connector.orders import WorkerOrders, WorkerReport
 from kvlease_connector.prefill import Handoffs, PrefillSide
-from kvlease_connector.session import Session
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -86,16 +79,9 @@ class KvLeaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         self._chunk_tokens = prefix.chunk_tokens_for(self._block_size)
         self._engine = self._describe_engine(kv_cache_config)
         self._num_workers = vllm_config.parallel_config.world_size
-        self._telemetry = telemetry.Telemetry(
-            "kvlease-prefill" if self.is_prefill else "kvlease-decode",
-            instance_id=f"{options.engine_id}/{options.incarnation}",
-        )
-        self._background: Background | None = None
-        self._prefill: PrefillSide | None = None
-        self._decode: DecodeSide | None = None
+        self._control: ControlPlane | None = None
         self._handoffs: Handoffs | None = None
         self._holder: BlockHolder | None = None
-        self._watch: Future[None] | None = None
         self._handoff_deadlines: dict[str, float] = {}
         self._loading: set[str] = set()
         self._orders = WorkerOrders()
@@ -142,73 +128,27 @@ class KvLeaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
     ) -> None:
         """The workers are up and the side channel listens: time to join."""
         super().set_xfer_handshake_metadata(metadata)
-        self._join()
-
-    def _join(self) -> None:
         assert self._holder is not None
-        self._background = background = Background(f"kvlease-{self.options.engine_id}")
-        # Channels belong to the loop that makes them.
-        background.submit(self._open(background), "join").result(timeout=10)
-
-    async def _open(self, background: Background) -> None:
-        assert self._holder is not None
-        tracer = self._telemetry.tracer
-        leases = lease_pb2_grpc.LeaseServiceStub(rpc.aio_channel(self.settings.lease_endpoint))
-        registry = registry_pb2_grpc.RegistryStub(rpc.aio_channel(self.settings.registry_endpoint))
-        if self.is_prefill:
-            claims = Claims(
-                leases,
-                self._engine,
-                tracer,
-                claim_timeout_s=self.settings.claim_timeout,
-                connect_timeout_s=self.settings.connect_timeout,
-            )
-            self._prefill = PrefillSide(
-                claims,
-                background,
-                tracer,
-                self.settings,
-                kv_bytes_per_token=self._engine.kv_bytes_per_token,
-            )
-        else:
-            self._decode = DecodeSide(
-                leases,
-                self._engine,
-                background,
-                tracer,
-                self.settings,
-                chunk_tokens=self._chunk_tokens,
-            )
-        session = Session(
-            registry,
+        self._control = ControlPlane(
             self._engine,
+            self.options,
+            self._holder,
+            chunk_tokens=self._chunk_tokens,
             usage=self.usage,
-            on_opened=self._session_opened,
-            on_lost=self._session_lost,
         )
-        if self._decode is not None:
-            self._decode.bind(self._holder, session)
-            background.submit(self._decode.sweep(), "sweep")
-        if self.options.http_address:
-            background.submit(session.run(), "session")
-        else:
-            log.warning("no http_address is configured: the engine does not register")
 
-    def _session_opened(self, session_id: str) -> None:
-        if self._decode is not None and self._background is not None:
-            self._watch = self._background.submit(self._decode.watch(session_id), "watch")
+    @property
+    def _prefill(self) -> PrefillSide | None:
+        return self._control.prefill if self._control else None
 
-    def _session_lost(self, session_id: str, ended_by: float) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-        if self._decode is not None:
-            self._decode.session_lost(session_id, ended_by)
+    @property
+    def _decode(self) -> DecodeSide | None:
+        return self._control.decode if self._control else None
 
     def shutdown(self) -> None:
-        if self._background is not None:
-            self._background.stop()
-            self._background = None
-        self._telemetry.shutdown()
+        if self._control is not None:
+            self._control.stop()
+            self._control = None
         super().shutdown()
 
     def usage(self) -> registry_pb2.BlockUsage:

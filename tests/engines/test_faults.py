@@ -99,6 +99,8 @@ def test_a_killed_service_that_comes_back_loses_nothing(
     talk = Talk(client, part)
     # when a part is killed between two turns and started again
     stack.restart(part)
+    for service in ("registry", "lease-0", "lease-1"):
+        stack.wait_part(service, timeout_s=PATIENCE_S)
     # then the next turn hits
     assert talk.turn().outcome == "hit"
     talk.check_last()
@@ -188,10 +190,9 @@ def test_a_restarted_decode_engine_does_not_serve_leases_of_its_earlier_life(
     stack: EngineStack, client: Client
 ) -> None:
     talk = Talk(client, "restarted-decode", chars=2000)
-    # given the only decode engine killed and back within its session's TTL, at the same
-    # host and port
-    stack.restart("decode-0")
-    eventually(lambda: ready(client), "the router sees decode-0")
+    # given the holder killed and back within its session's TTL, at the same host and port
+    stack.restart(holder_of(stack, talk.conversation))
+    eventually(lambda: ready(client), "the router sees the engines")
     # then what it held is gone, and says so
     assert talk.turn().outcome == "miss_engine"
     talk.check_last()

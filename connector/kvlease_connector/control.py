@@ -1,0 +1,124 @@
+"""One engine's ties to the control plane: its channels, its session, and the part that
+claims (prefill) or grants (decode). All of it lives in the background loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import structlog
+
+from kvlease import rpc
+from kvlease.telemetry import Telemetry
+from kvlease.v1 import lease_pb2_grpc, registry_pb2, registry_pb2_grpc
+from kvlease_connector.background import Background
+from kvlease_connector.blocks import BlockHolder
+from kvlease_connector.claims import Claims
+from kvlease_connector.decode import DecodeSide
+from kvlease_connector.options import Options
+from kvlease_connector.prefill import PrefillSide
+from kvlease_connector.session import Session
+
+log = structlog.get_logger("kvlease.connector")
+
+JOIN_TIMEOUT_S = 10.0
+"""To open channels, which connects to nothing yet."""
+
+
+class ControlPlane:
+    """Joins on construction: the engine registers as soon as its HTTP server answers.
+
+    Exactly one of :attr:`prefill` and :attr:`decode` is set, by the engine's role.
+    """
+
+    def __init__(
+        self,
+        engine: registry_pb2.Engine,
+        options: Options,
+        holder: BlockHolder,
+        *,
+        chunk_tokens: int,
+        usage: Callable[[], registry_pb2.BlockUsage],
+    ) -> None:
+        self.prefill: PrefillSide | None = None
+        self.decode: DecodeSide | None = None
+        self._engine = engine
+        self._options = options
+        self._holder = holder
+        self._chunk_tokens = chunk_tokens
+        self._usage = usage
+        self._watch: Future[None] | None = None
+        self._telemetry = Telemetry(
+            f"kvlease-{role_name(engine.role)}",
+            instance_id=f"{engine.engine_id}/{engine.incarnation}",
+        )
+        self._background = Background(f"kvlease-{engine.engine_id}")
+        # Channels belong to the loop that makes them.
+        self._background.submit(self._join(), "join").result(JOIN_TIMEOUT_S)
+
+    async def _join(self) -> None:
+        settings, tracer = self._options.settings, self._telemetry.tracer
+        leases = lease_pb2_grpc.LeaseServiceStub(rpc.aio_channel(settings.lease_endpoint))
+        if self._engine.role == registry_pb2.ENGINE_ROLE_PREFILL:
+            claims = Claims(
+                leases,
+                self._engine,
+                tracer,
+                claim_timeout_s=settings.claim_timeout,
+                connect_timeout_s=settings.connect_timeout,
+            )
+            self.prefill = PrefillSide(
+                claims,
+                self._background,
+                tracer,
+                settings,
+                kv_bytes_per_token=self._engine.kv_bytes_per_token,
+            )
+        else:
+            self.decode = DecodeSide(
+                leases,
+                self._engine,
+                self._background,
+                tracer,
+                settings,
+                chunk_tokens=self._chunk_tokens,
+            )
+        self._open_session()
+
+    def _open_session(self) -> None:
+        settings = self._options.settings
+        session = Session(
+            registry_pb2_grpc.RegistryStub(rpc.aio_channel(settings.registry_endpoint)),
+            self._engine,
+            usage=self._usage,
+            on_opened=self._session_opened,
+            on_lost=self._session_lost,
+        )
+        if self.decode is not None:
+            self.decode.bind(self._holder, session)
+            self._background.submit(self.decode.sweep(), "sweep")
+        if self._engine.http_address:
+            self._background.submit(session.run(), "session")
+        else:
+            log.warning("no http_address is configured: the engine does not register")
+
+    def _session_opened(self, session_id: str) -> None:
+        if self.decode is not None:
+            self._watch = self._background.submit(self.decode.watch(session_id), "watch")
+
+    def _session_lost(self, session_id: str, ended_by: float) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+        if self.decode is not None:
+            self.decode.session_lost(session_id, ended_by)
+
+    def stop(self) -> None:
+        """Deregisters, ends all calls, exports the last spans."""
+        self._background.stop()
+        self._telemetry.shutdown()
+
+
+def role_name(role: registry_pb2.EngineRole.ValueType) -> str:
+    """ "prefill" or "decode"."""
+    return registry_pb2.EngineRole.Name(role).removeprefix("ENGINE_ROLE_").lower()

@@ -1,0 +1,99 @@
+"""Every turn is one trace: router, lease service, connector and vLLM in one tree."""
+
+from __future__ import annotations
+
+from engines.turns import Client, new_conversation, text
+from otlp_receiver import Receiver, Span
+
+CHILDREN = {
+    "ttft": "turn",
+    "route": "turn",
+    "prefill": "turn",
+    "decode": "turn",
+    "lease.claim": "prefill",
+    "kv.pull": "prefill",
+    "lease.grant": "turn",
+}
+"""Span → its parent (see docs/tracing.md)."""
+
+
+def two_turns(client: Client) -> tuple[str, str]:
+    """Trace ids of a first turn and of one that hits."""
+    conversation = new_conversation("traced")
+    messages = [{"role": "user", "content": text(1200, seed=1)}]
+    first = client.chat(messages, conversation)
+    messages += [
+        {"role": "assistant", "content": first.text},
+        {"role": "user", "content": text(100, seed=2)},
+    ]
+    second = client.chat(messages, conversation)
+    assert second.outcome == "hit"
+    return first.trace_id, second.trace_id
+
+
+def parent_of(span: Span, spans: list[Span]) -> str:
+    names = [other.name for other in spans if other.span_id == span.parent_id]
+    return names[0] if names else ""
+
+
+def test_a_hit_is_one_tree_from_the_router_to_vllm(client: Client, receiver: Receiver) -> None:
+    # when a second turn hits
+    first, second = two_turns(client)
+    by_name = receiver.wait_for(second, "turn", *CHILDREN, timeout_s=20)
+    spans = receiver.trace(second)
+
+    # then every span is there, under its parent
+    for name, parent in CHILDREN.items():
+        assert parent_of(by_name[name], spans) == parent, name
+    assert by_name["turn"].parent_id == ""
+
+    # and vLLM's own spans, of both engines, are in the same trace
+    def both_engines_have_reported(found: list[Span]) -> bool:
+        own = [s for s in found if s.trace_id == second and s.name == "llm_request"]
+        return len(own) >= 2
+
+    receiver.wait_until(both_engines_have_reported, timeout_s=20)
+    spans = receiver.trace(second)
+    parents = sorted(parent_of(s, spans) for s in spans if s.name == "llm_request")
+    assert parents == ["decode", "prefill"]
+
+    # and the lease service's are under those that called it
+    servers = {s.name: parent_of(s, spans) for s in spans if s.name.startswith("lease_service")}
+    assert servers["lease_service.claim"] == "lease.claim"
+    assert servers["lease_service.grant"] == "lease.grant"
+
+    # and the turn links to the one whose blocks it reused
+    (first_turn,) = [s for s in receiver.trace(first) if s.name == "turn"]
+    assert first_turn.span_id in by_name["turn"].links
+
+
+def test_the_spans_of_a_hit_say_what_happened(client: Client, receiver: Receiver) -> None:
+    _, second = two_turns(client)
+    spans = receiver.wait_for(second, "turn", *CHILDREN, timeout_s=20)
+
+    turn, pull = spans["turn"].attributes, spans["kv.pull"].attributes
+    assert turn["kvlease.outcome"] == "hit"
+    assert turn["kvlease.turn"] == 2
+    assert turn["kvlease.reused_tokens"] == pull["kvlease.tokens"] > 1000
+    # 8 layers, key and value, 2 heads of 64 float32
+    assert pull["kvlease.bytes"] == pull["kvlease.tokens"] * 8 * 2 * 2 * 64 * 4
+    assert pull["kvlease.source_engine"].startswith("decode-")
+    assert spans["lease.claim"].attributes["kvlease.outcome"] == "hit"
+    assert spans["lease.grant"].attributes["kvlease.granted"] is True
+    # and they lie in one another in time
+    ttft, root = spans["ttft"], spans["turn"]
+    assert root.start_ns <= ttft.start_ns <= ttft.end_ns <= root.end_ns
+    assert spans["lease.claim"].end_ns <= spans["kv.pull"].start_ns
+    assert spans["kv.pull"].end_ns <= spans["decode"].start_ns
+
+
+def test_a_client_s_trace_goes_on(client: Client, receiver: Receiver) -> None:
+    trace_id, span_id = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    turn = client.chat(
+        [{"role": "user", "content": "hello"}],
+        new_conversation("client-trace"),
+        headers={"traceparent": f"00-{trace_id}-{span_id}-01"},
+    )
+    assert turn.trace_id == trace_id
+    spans = receiver.wait_for(trace_id, "turn")
+    assert spans["turn"].parent_id == span_id
