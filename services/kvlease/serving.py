@@ -13,7 +13,7 @@ import structlog
 
 from kvlease import rpc
 from kvlease.mirror import Mirror
-from kvlease.store.base import Store, StoreUnavailable
+from kvlease.store.base import Store, StoreError, StoreUnavailable
 
 log = structlog.get_logger("kvlease.serving")
 
@@ -116,7 +116,7 @@ async def _within_deadline(
             return await work()
     except TimeoutError:
         raise unavailable("the store did not answer within the call's deadline") from None
-    except StoreUnavailable as error:
+    except StoreError as error:
         raise unavailable(str(error)) from None
 
 

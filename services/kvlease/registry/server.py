@@ -157,6 +157,8 @@ class RegistryServer(registry_pb2_grpc.RegistryServicer):
         )
         if isinstance(result, Conflict):
             await self._store.close_session(session_id)
+        else:
+            self._note(key, stored, result.revision, session_id)
         return stored, result
 
     async def _keep_alive(
@@ -164,7 +166,7 @@ class RegistryServer(registry_pb2_grpc.RegistryServicer):
     ) -> registry_pb2.KeepAliveResponse:
         rules.check_keep_alive(request)
         key = keys.engine(request.role, request.engine_id)
-        entry = self._engines.get(key)
+        entry = self._engines.latest(key)
         if entry is None or not rules.owns_session(entry.record, request):
             entry = await self._read(key)
         if entry is None or not rules.owns_session(entry.record, request):
@@ -214,6 +216,7 @@ class RegistryServer(registry_pb2_grpc.RegistryServicer):
                 [Put(item.key, changed.SerializeToString(), item.session_id)],
             )
             if not isinstance(result, Conflict):
+                self._note(item.key, changed, result.revision, item.session_id)
                 return changed
             entry = _entry(result.current[item.key])
         raise StoreUnavailable("the engine's record changes all the time: try again")
@@ -260,6 +263,10 @@ class RegistryServer(registry_pb2_grpc.RegistryServicer):
             lambda _, engine: rules.matches(engine, request.role, request.model),
         )
         return registry_pb2.ListEnginesResponse(engines=found, next_page_token=token)
+
+    def _note(self, key: str, engine: Engine, revision: int, session_id: str | None) -> None:
+        item = Versioned(key, engine.SerializeToString(), revision, session_id)
+        self._engines.note_written(key, revision, item)
 
     async def _read(self, key: str) -> Entry[Engine] | None:
         return _entry((await self._store.get(key))[key])

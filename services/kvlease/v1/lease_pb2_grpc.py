@@ -126,7 +126,9 @@ class LeaseServiceServicer(object):
         Errors: INVALID_ARGUMENT (INVALID_LEASE), FAILED_PRECONDITION (SESSION_LOST: the
         session has ended or belongs to another incarnation; STALE_TURN: a later turn
         has been granted already; CONVERSATION_ENDED: the conversation was ended after
-        this turn started).
+        this turn started, or this very lease was granted and has ended),
+        RESOURCE_EXHAUSTED (TOO_MANY_READERS: too many earlier leases of the conversation
+        are still being read).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -160,8 +162,9 @@ class LeaseServiceServicer(object):
         """Gives a conversation's lease a longer (or shorter) retention, counted from now
         and cut to the configured maximum.
 
-        Errors: NOT_FOUND (LEASE_NOT_FOUND: never granted, ended or expired; a lease that
-        has ended is not brought back).
+        Errors: INVALID_ARGUMENT (INVALID_CONVERSATION, INVALID_RETENTION), NOT_FOUND
+        (LEASE_NOT_FOUND: never granted, ended or expired; a lease that has ended is not
+        brought back).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -199,7 +202,8 @@ class LeaseServiceServicer(object):
 
     def ListLeases(self, request, context):
         """Leases by tenant, model, conversation, without digests and transfer parameters.
-        Errors: INVALID_ARGUMENT (INVALID_PAGE_TOKEN).
+        Errors: INVALID_ARGUMENT (INVALID_PAGE_TOKEN, INVALID_PAGE_SIZE, INVALID_FILTER: a
+        model without its tenant).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -208,7 +212,8 @@ class LeaseServiceServicer(object):
     def WatchLeases(self, request, context):
         """The leases as they are now (one UPSERT each, then one SYNCED), then every change
         as it happens. A holder watches its own session to learn about tickets and ends.
-        The stream ends only when the caller cancels it or the server stops.
+        The stream ends only when the caller cancels it or the server stops, or, with
+        RESOURCE_EXHAUSTED (WATCH_FELL_BEHIND), when the caller does not read it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

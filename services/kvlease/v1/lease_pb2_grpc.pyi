@@ -51,7 +51,9 @@ class LeaseServiceStub:
     Errors: INVALID_ARGUMENT (INVALID_LEASE), FAILED_PRECONDITION (SESSION_LOST: the
     session has ended or belongs to another incarnation; STALE_TURN: a later turn
     has been granted already; CONVERSATION_ENDED: the conversation was ended after
-    this turn started).
+    this turn started, or this very lease was granted and has ended),
+    RESOURCE_EXHAUSTED (TOO_MANY_READERS: too many earlier leases of the conversation
+    are still being read).
     """
     Claim: grpc.UnaryUnaryMultiCallable[kvlease.v1.lease_pb2.ClaimRequest, kvlease.v1.lease_pb2.ClaimResponse]
     """A prefill engine asks to read. One call matches the prefix, decides and, on
@@ -73,8 +75,9 @@ class LeaseServiceStub:
     """Gives a conversation's lease a longer (or shorter) retention, counted from now
     and cut to the configured maximum.
 
-    Errors: NOT_FOUND (LEASE_NOT_FOUND: never granted, ended or expired; a lease that
-    has ended is not brought back).
+    Errors: INVALID_ARGUMENT (INVALID_CONVERSATION, INVALID_RETENTION), NOT_FOUND
+    (LEASE_NOT_FOUND: never granted, ended or expired; a lease that has ended is not
+    brought back).
     """
     Revoke: grpc.UnaryUnaryMultiCallable[kvlease.v1.lease_pb2.RevokeRequest, kvlease.v1.lease_pb2.RevokeResponse]
     """The holder ends its own lease: retention TTL, budget, shutdown. When this
@@ -95,12 +98,14 @@ class LeaseServiceStub:
     """One lease, whole. Errors: NOT_FOUND (LEASE_NOT_FOUND)."""
     ListLeases: grpc.UnaryUnaryMultiCallable[kvlease.v1.lease_pb2.ListLeasesRequest, kvlease.v1.lease_pb2.ListLeasesResponse]
     """Leases by tenant, model, conversation, without digests and transfer parameters.
-    Errors: INVALID_ARGUMENT (INVALID_PAGE_TOKEN).
+    Errors: INVALID_ARGUMENT (INVALID_PAGE_TOKEN, INVALID_PAGE_SIZE, INVALID_FILTER: a
+    model without its tenant).
     """
     WatchLeases: grpc.UnaryStreamMultiCallable[kvlease.v1.lease_pb2.WatchLeasesRequest, kvlease.v1.lease_pb2.WatchLeasesResponse]
     """The leases as they are now (one UPSERT each, then one SYNCED), then every change
     as it happens. A holder watches its own session to learn about tickets and ends.
-    The stream ends only when the caller cancels it or the server stops.
+    The stream ends only when the caller cancels it or the server stops, or, with
+    RESOURCE_EXHAUSTED (WATCH_FELL_BEHIND), when the caller does not read it.
     """
     GetConversation: grpc.UnaryUnaryMultiCallable[kvlease.v1.lease_pb2.GetConversationRequest, kvlease.v1.lease_pb2.ConversationInfo]
     """What is remembered of a conversation beyond its lease.
@@ -134,7 +139,9 @@ class LeaseServiceAsyncStub(LeaseServiceStub):
     Errors: INVALID_ARGUMENT (INVALID_LEASE), FAILED_PRECONDITION (SESSION_LOST: the
     session has ended or belongs to another incarnation; STALE_TURN: a later turn
     has been granted already; CONVERSATION_ENDED: the conversation was ended after
-    this turn started).
+    this turn started, or this very lease was granted and has ended),
+    RESOURCE_EXHAUSTED (TOO_MANY_READERS: too many earlier leases of the conversation
+    are still being read).
     """
     Claim: grpc.aio.UnaryUnaryMultiCallable[kvlease.v1.lease_pb2.ClaimRequest, kvlease.v1.lease_pb2.ClaimResponse]  # type: ignore[assignment]
     """A prefill engine asks to read. One call matches the prefix, decides and, on
@@ -156,8 +163,9 @@ class LeaseServiceAsyncStub(LeaseServiceStub):
     """Gives a conversation's lease a longer (or shorter) retention, counted from now
     and cut to the configured maximum.
 
-    Errors: NOT_FOUND (LEASE_NOT_FOUND: never granted, ended or expired; a lease that
-    has ended is not brought back).
+    Errors: INVALID_ARGUMENT (INVALID_CONVERSATION, INVALID_RETENTION), NOT_FOUND
+    (LEASE_NOT_FOUND: never granted, ended or expired; a lease that has ended is not
+    brought back).
     """
     Revoke: grpc.aio.UnaryUnaryMultiCallable[kvlease.v1.lease_pb2.RevokeRequest, kvlease.v1.lease_pb2.RevokeResponse]  # type: ignore[assignment]
     """The holder ends its own lease: retention TTL, budget, shutdown. When this
@@ -178,12 +186,14 @@ class LeaseServiceAsyncStub(LeaseServiceStub):
     """One lease, whole. Errors: NOT_FOUND (LEASE_NOT_FOUND)."""
     ListLeases: grpc.aio.UnaryUnaryMultiCallable[kvlease.v1.lease_pb2.ListLeasesRequest, kvlease.v1.lease_pb2.ListLeasesResponse]  # type: ignore[assignment]
     """Leases by tenant, model, conversation, without digests and transfer parameters.
-    Errors: INVALID_ARGUMENT (INVALID_PAGE_TOKEN).
+    Errors: INVALID_ARGUMENT (INVALID_PAGE_TOKEN, INVALID_PAGE_SIZE, INVALID_FILTER: a
+    model without its tenant).
     """
     WatchLeases: grpc.aio.UnaryStreamMultiCallable[kvlease.v1.lease_pb2.WatchLeasesRequest, kvlease.v1.lease_pb2.WatchLeasesResponse]  # type: ignore[assignment]
     """The leases as they are now (one UPSERT each, then one SYNCED), then every change
     as it happens. A holder watches its own session to learn about tickets and ends.
-    The stream ends only when the caller cancels it or the server stops.
+    The stream ends only when the caller cancels it or the server stops, or, with
+    RESOURCE_EXHAUSTED (WATCH_FELL_BEHIND), when the caller does not read it.
     """
     GetConversation: grpc.aio.UnaryUnaryMultiCallable[kvlease.v1.lease_pb2.GetConversationRequest, kvlease.v1.lease_pb2.ConversationInfo]  # type: ignore[assignment]
     """What is remembered of a conversation beyond its lease.
@@ -226,7 +236,9 @@ class LeaseServiceServicer(metaclass=abc.ABCMeta):
         Errors: INVALID_ARGUMENT (INVALID_LEASE), FAILED_PRECONDITION (SESSION_LOST: the
         session has ended or belongs to another incarnation; STALE_TURN: a later turn
         has been granted already; CONVERSATION_ENDED: the conversation was ended after
-        this turn started).
+        this turn started, or this very lease was granted and has ended),
+        RESOURCE_EXHAUSTED (TOO_MANY_READERS: too many earlier leases of the conversation
+        are still being read).
         """
 
     @abc.abstractmethod
@@ -266,8 +278,9 @@ class LeaseServiceServicer(metaclass=abc.ABCMeta):
         """Gives a conversation's lease a longer (or shorter) retention, counted from now
         and cut to the configured maximum.
 
-        Errors: NOT_FOUND (LEASE_NOT_FOUND: never granted, ended or expired; a lease that
-        has ended is not brought back).
+        Errors: INVALID_ARGUMENT (INVALID_CONVERSATION, INVALID_RETENTION), NOT_FOUND
+        (LEASE_NOT_FOUND: never granted, ended or expired; a lease that has ended is not
+        brought back).
         """
 
     @abc.abstractmethod
@@ -312,7 +325,8 @@ class LeaseServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[kvlease.v1.lease_pb2.ListLeasesResponse, collections.abc.Awaitable[kvlease.v1.lease_pb2.ListLeasesResponse]]:
         """Leases by tenant, model, conversation, without digests and transfer parameters.
-        Errors: INVALID_ARGUMENT (INVALID_PAGE_TOKEN).
+        Errors: INVALID_ARGUMENT (INVALID_PAGE_TOKEN, INVALID_PAGE_SIZE, INVALID_FILTER: a
+        model without its tenant).
         """
 
     @abc.abstractmethod
@@ -323,7 +337,8 @@ class LeaseServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[kvlease.v1.lease_pb2.WatchLeasesResponse], collections.abc.AsyncIterator[kvlease.v1.lease_pb2.WatchLeasesResponse]]:
         """The leases as they are now (one UPSERT each, then one SYNCED), then every change
         as it happens. A holder watches its own session to learn about tickets and ends.
-        The stream ends only when the caller cancels it or the server stops.
+        The stream ends only when the caller cancels it or the server stops, or, with
+        RESOURCE_EXHAUSTED (WATCH_FELL_BEHIND), when the caller does not read it.
         """
 
     @abc.abstractmethod

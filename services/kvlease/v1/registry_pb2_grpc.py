@@ -31,7 +31,7 @@ class RegistryStub(object):
     granted disappear with it.
 
     Errors carry google.rpc.ErrorInfo with domain "kvlease" and one of the reasons
-    named at each call.
+    named at each call. Every call may end with UNAVAILABLE (STORE_UNAVAILABLE).
     """
 
     def __init__(self, channel):
@@ -93,15 +93,16 @@ class RegistryServicer(object):
     granted disappear with it.
 
     Errors carry google.rpc.ErrorInfo with domain "kvlease" and one of the reasons
-    named at each call.
+    named at each call. Every call may end with UNAVAILABLE (STORE_UNAVAILABLE).
     """
 
     def Register(self, request, context):
-        """Registers one start of an engine and opens its session. An earlier incarnation
-        under the same role and engine_id is ended first, and its leases with it, so a
-        handle of a dead process is never used.
+        """Registers one start of an engine and opens its session. An earlier session under
+        the same role and engine_id is ended first, and its leases with it, so a handle of
+        a dead process is never used. That goes for an earlier session of the same
+        incarnation too: an engine that registers again has lost its leases.
 
-        Errors: INVALID_ARGUMENT (INVALID_ENGINE), UNAVAILABLE (STORE_UNAVAILABLE).
+        Errors: INVALID_ARGUMENT (INVALID_ENGINE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -111,8 +112,9 @@ class RegistryServicer(object):
         """Prolongs the session to its full TTL from now, and publishes the engine's block
         usage. Call it every third of the TTL.
 
-        Errors: NOT_FOUND (SESSION_LOST: the session has ended; register again with the
-        same incarnation and grant anew), UNAVAILABLE (STORE_UNAVAILABLE: try again).
+        Errors: INVALID_ARGUMENT (INVALID_ENGINE), NOT_FOUND (SESSION_LOST: the session has
+        ended; register again with the same incarnation and grant anew), UNAVAILABLE
+        (STORE_UNAVAILABLE: try again).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -123,7 +125,7 @@ class RegistryServicer(object):
         claimed any more. Running requests end normally. Draining an engine that drains
         is not an error.
 
-        Errors: NOT_FOUND (ENGINE_NOT_FOUND).
+        Errors: INVALID_ARGUMENT (INVALID_ENGINE), NOT_FOUND (ENGINE_NOT_FOUND).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -132,13 +134,14 @@ class RegistryServicer(object):
     def Deregister(self, request, context):
         """Ends the session at once: the engine's record and its leases are gone when this
         returns. Deregistering a session that has ended is not an error.
+        Errors: INVALID_ARGUMENT (INVALID_SESSION).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetEngine(self, request, context):
-        """One engine. Errors: NOT_FOUND (ENGINE_NOT_FOUND).
+        """One engine. Errors: INVALID_ARGUMENT (INVALID_ENGINE), NOT_FOUND (ENGINE_NOT_FOUND).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -146,7 +149,7 @@ class RegistryServicer(object):
 
     def ListEngines(self, request, context):
         """All registered engines, by role, then engine_id.
-        Errors: INVALID_ARGUMENT (INVALID_PAGE_TOKEN).
+        Errors: INVALID_ARGUMENT (INVALID_PAGE_TOKEN, INVALID_PAGE_SIZE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -155,8 +158,8 @@ class RegistryServicer(object):
     def WatchEngines(self, request, context):
         """The engines as they are now (one UPSERT each, then one SYNCED), then every
         change as it happens. The stream ends only when the caller cancels it or the
-        server stops; after a reconnect the new stream starts with the whole state
-        again.
+        server stops, or, with RESOURCE_EXHAUSTED (WATCH_FELL_BEHIND), when the caller does
+        not read it; after a reconnect the new stream starts with the whole state again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -239,7 +242,7 @@ class Registry(object):
     granted disappear with it.
 
     Errors carry google.rpc.ErrorInfo with domain "kvlease" and one of the reasons
-    named at each call.
+    named at each call. Every call may end with UNAVAILABLE (STORE_UNAVAILABLE).
     """
 
     @staticmethod

@@ -26,7 +26,7 @@ class RegistryStub:
     granted disappear with it.
 
     Errors carry google.rpc.ErrorInfo with domain "kvlease" and one of the reasons
-    named at each call.
+    named at each call. Every call may end with UNAVAILABLE (STORE_UNAVAILABLE).
     """
 
     @typing.overload
@@ -34,41 +34,44 @@ class RegistryStub:
     @typing.overload
     def __new__(cls, channel: grpc.aio.Channel) -> RegistryAsyncStub: ...
     Register: grpc.UnaryUnaryMultiCallable[kvlease.v1.registry_pb2.RegisterRequest, kvlease.v1.registry_pb2.RegisterResponse]
-    """Registers one start of an engine and opens its session. An earlier incarnation
-    under the same role and engine_id is ended first, and its leases with it, so a
-    handle of a dead process is never used.
+    """Registers one start of an engine and opens its session. An earlier session under
+    the same role and engine_id is ended first, and its leases with it, so a handle of
+    a dead process is never used. That goes for an earlier session of the same
+    incarnation too: an engine that registers again has lost its leases.
 
-    Errors: INVALID_ARGUMENT (INVALID_ENGINE), UNAVAILABLE (STORE_UNAVAILABLE).
+    Errors: INVALID_ARGUMENT (INVALID_ENGINE).
     """
     KeepAlive: grpc.UnaryUnaryMultiCallable[kvlease.v1.registry_pb2.KeepAliveRequest, kvlease.v1.registry_pb2.KeepAliveResponse]
     """Prolongs the session to its full TTL from now, and publishes the engine's block
     usage. Call it every third of the TTL.
 
-    Errors: NOT_FOUND (SESSION_LOST: the session has ended; register again with the
-    same incarnation and grant anew), UNAVAILABLE (STORE_UNAVAILABLE: try again).
+    Errors: INVALID_ARGUMENT (INVALID_ENGINE), NOT_FOUND (SESSION_LOST: the session has
+    ended; register again with the same incarnation and grant anew), UNAVAILABLE
+    (STORE_UNAVAILABLE: try again).
     """
     Drain: grpc.UnaryUnaryMultiCallable[kvlease.v1.registry_pb2.DrainRequest, kvlease.v1.registry_pb2.Engine]
     """Takes an engine out of routing: it gets no new turns, and its leases are not
     claimed any more. Running requests end normally. Draining an engine that drains
     is not an error.
 
-    Errors: NOT_FOUND (ENGINE_NOT_FOUND).
+    Errors: INVALID_ARGUMENT (INVALID_ENGINE), NOT_FOUND (ENGINE_NOT_FOUND).
     """
     Deregister: grpc.UnaryUnaryMultiCallable[kvlease.v1.registry_pb2.DeregisterRequest, kvlease.v1.registry_pb2.DeregisterResponse]
     """Ends the session at once: the engine's record and its leases are gone when this
     returns. Deregistering a session that has ended is not an error.
+    Errors: INVALID_ARGUMENT (INVALID_SESSION).
     """
     GetEngine: grpc.UnaryUnaryMultiCallable[kvlease.v1.registry_pb2.GetEngineRequest, kvlease.v1.registry_pb2.Engine]
-    """One engine. Errors: NOT_FOUND (ENGINE_NOT_FOUND)."""
+    """One engine. Errors: INVALID_ARGUMENT (INVALID_ENGINE), NOT_FOUND (ENGINE_NOT_FOUND)."""
     ListEngines: grpc.UnaryUnaryMultiCallable[kvlease.v1.registry_pb2.ListEnginesRequest, kvlease.v1.registry_pb2.ListEnginesResponse]
     """All registered engines, by role, then engine_id.
-    Errors: INVALID_ARGUMENT (INVALID_PAGE_TOKEN).
+    Errors: INVALID_ARGUMENT (INVALID_PAGE_TOKEN, INVALID_PAGE_SIZE).
     """
     WatchEngines: grpc.UnaryStreamMultiCallable[kvlease.v1.registry_pb2.WatchEnginesRequest, kvlease.v1.registry_pb2.WatchEnginesResponse]
     """The engines as they are now (one UPSERT each, then one SYNCED), then every
     change as it happens. The stream ends only when the caller cancels it or the
-    server stops; after a reconnect the new stream starts with the whole state
-    again.
+    server stops, or, with RESOURCE_EXHAUSTED (WATCH_FELL_BEHIND), when the caller does
+    not read it; after a reconnect the new stream starts with the whole state again.
     """
     AnnounceRouter: grpc.UnaryUnaryMultiCallable[kvlease.v1.registry_pb2.AnnounceRouterRequest, kvlease.v1.registry_pb2.AnnounceRouterResponse]
     """A router tells that it runs. The record lives for session_ttl after the last
@@ -84,46 +87,49 @@ class RegistryAsyncStub(RegistryStub):
     granted disappear with it.
 
     Errors carry google.rpc.ErrorInfo with domain "kvlease" and one of the reasons
-    named at each call.
+    named at each call. Every call may end with UNAVAILABLE (STORE_UNAVAILABLE).
     """
 
     def __init__(self, channel: grpc.aio.Channel) -> None: ...
     Register: grpc.aio.UnaryUnaryMultiCallable[kvlease.v1.registry_pb2.RegisterRequest, kvlease.v1.registry_pb2.RegisterResponse]  # type: ignore[assignment]
-    """Registers one start of an engine and opens its session. An earlier incarnation
-    under the same role and engine_id is ended first, and its leases with it, so a
-    handle of a dead process is never used.
+    """Registers one start of an engine and opens its session. An earlier session under
+    the same role and engine_id is ended first, and its leases with it, so a handle of
+    a dead process is never used. That goes for an earlier session of the same
+    incarnation too: an engine that registers again has lost its leases.
 
-    Errors: INVALID_ARGUMENT (INVALID_ENGINE), UNAVAILABLE (STORE_UNAVAILABLE).
+    Errors: INVALID_ARGUMENT (INVALID_ENGINE).
     """
     KeepAlive: grpc.aio.UnaryUnaryMultiCallable[kvlease.v1.registry_pb2.KeepAliveRequest, kvlease.v1.registry_pb2.KeepAliveResponse]  # type: ignore[assignment]
     """Prolongs the session to its full TTL from now, and publishes the engine's block
     usage. Call it every third of the TTL.
 
-    Errors: NOT_FOUND (SESSION_LOST: the session has ended; register again with the
-    same incarnation and grant anew), UNAVAILABLE (STORE_UNAVAILABLE: try again).
+    Errors: INVALID_ARGUMENT (INVALID_ENGINE), NOT_FOUND (SESSION_LOST: the session has
+    ended; register again with the same incarnation and grant anew), UNAVAILABLE
+    (STORE_UNAVAILABLE: try again).
     """
     Drain: grpc.aio.UnaryUnaryMultiCallable[kvlease.v1.registry_pb2.DrainRequest, kvlease.v1.registry_pb2.Engine]  # type: ignore[assignment]
     """Takes an engine out of routing: it gets no new turns, and its leases are not
     claimed any more. Running requests end normally. Draining an engine that drains
     is not an error.
 
-    Errors: NOT_FOUND (ENGINE_NOT_FOUND).
+    Errors: INVALID_ARGUMENT (INVALID_ENGINE), NOT_FOUND (ENGINE_NOT_FOUND).
     """
     Deregister: grpc.aio.UnaryUnaryMultiCallable[kvlease.v1.registry_pb2.DeregisterRequest, kvlease.v1.registry_pb2.DeregisterResponse]  # type: ignore[assignment]
     """Ends the session at once: the engine's record and its leases are gone when this
     returns. Deregistering a session that has ended is not an error.
+    Errors: INVALID_ARGUMENT (INVALID_SESSION).
     """
     GetEngine: grpc.aio.UnaryUnaryMultiCallable[kvlease.v1.registry_pb2.GetEngineRequest, kvlease.v1.registry_pb2.Engine]  # type: ignore[assignment]
-    """One engine. Errors: NOT_FOUND (ENGINE_NOT_FOUND)."""
+    """One engine. Errors: INVALID_ARGUMENT (INVALID_ENGINE), NOT_FOUND (ENGINE_NOT_FOUND)."""
     ListEngines: grpc.aio.UnaryUnaryMultiCallable[kvlease.v1.registry_pb2.ListEnginesRequest, kvlease.v1.registry_pb2.ListEnginesResponse]  # type: ignore[assignment]
     """All registered engines, by role, then engine_id.
-    Errors: INVALID_ARGUMENT (INVALID_PAGE_TOKEN).
+    Errors: INVALID_ARGUMENT (INVALID_PAGE_TOKEN, INVALID_PAGE_SIZE).
     """
     WatchEngines: grpc.aio.UnaryStreamMultiCallable[kvlease.v1.registry_pb2.WatchEnginesRequest, kvlease.v1.registry_pb2.WatchEnginesResponse]  # type: ignore[assignment]
     """The engines as they are now (one UPSERT each, then one SYNCED), then every
     change as it happens. The stream ends only when the caller cancels it or the
-    server stops; after a reconnect the new stream starts with the whole state
-    again.
+    server stops, or, with RESOURCE_EXHAUSTED (WATCH_FELL_BEHIND), when the caller does
+    not read it; after a reconnect the new stream starts with the whole state again.
     """
     AnnounceRouter: grpc.aio.UnaryUnaryMultiCallable[kvlease.v1.registry_pb2.AnnounceRouterRequest, kvlease.v1.registry_pb2.AnnounceRouterResponse]  # type: ignore[assignment]
     """A router tells that it runs. The record lives for session_ttl after the last
@@ -138,7 +144,7 @@ class RegistryServicer(metaclass=abc.ABCMeta):
     granted disappear with it.
 
     Errors carry google.rpc.ErrorInfo with domain "kvlease" and one of the reasons
-    named at each call.
+    named at each call. Every call may end with UNAVAILABLE (STORE_UNAVAILABLE).
     """
 
     @abc.abstractmethod
@@ -147,11 +153,12 @@ class RegistryServicer(metaclass=abc.ABCMeta):
         request: kvlease.v1.registry_pb2.RegisterRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvlease.v1.registry_pb2.RegisterResponse, collections.abc.Awaitable[kvlease.v1.registry_pb2.RegisterResponse]]:
-        """Registers one start of an engine and opens its session. An earlier incarnation
-        under the same role and engine_id is ended first, and its leases with it, so a
-        handle of a dead process is never used.
+        """Registers one start of an engine and opens its session. An earlier session under
+        the same role and engine_id is ended first, and its leases with it, so a handle of
+        a dead process is never used. That goes for an earlier session of the same
+        incarnation too: an engine that registers again has lost its leases.
 
-        Errors: INVALID_ARGUMENT (INVALID_ENGINE), UNAVAILABLE (STORE_UNAVAILABLE).
+        Errors: INVALID_ARGUMENT (INVALID_ENGINE).
         """
 
     @abc.abstractmethod
@@ -163,8 +170,9 @@ class RegistryServicer(metaclass=abc.ABCMeta):
         """Prolongs the session to its full TTL from now, and publishes the engine's block
         usage. Call it every third of the TTL.
 
-        Errors: NOT_FOUND (SESSION_LOST: the session has ended; register again with the
-        same incarnation and grant anew), UNAVAILABLE (STORE_UNAVAILABLE: try again).
+        Errors: INVALID_ARGUMENT (INVALID_ENGINE), NOT_FOUND (SESSION_LOST: the session has
+        ended; register again with the same incarnation and grant anew), UNAVAILABLE
+        (STORE_UNAVAILABLE: try again).
         """
 
     @abc.abstractmethod
@@ -177,7 +185,7 @@ class RegistryServicer(metaclass=abc.ABCMeta):
         claimed any more. Running requests end normally. Draining an engine that drains
         is not an error.
 
-        Errors: NOT_FOUND (ENGINE_NOT_FOUND).
+        Errors: INVALID_ARGUMENT (INVALID_ENGINE), NOT_FOUND (ENGINE_NOT_FOUND).
         """
 
     @abc.abstractmethod
@@ -188,6 +196,7 @@ class RegistryServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[kvlease.v1.registry_pb2.DeregisterResponse, collections.abc.Awaitable[kvlease.v1.registry_pb2.DeregisterResponse]]:
         """Ends the session at once: the engine's record and its leases are gone when this
         returns. Deregistering a session that has ended is not an error.
+        Errors: INVALID_ARGUMENT (INVALID_SESSION).
         """
 
     @abc.abstractmethod
@@ -196,7 +205,7 @@ class RegistryServicer(metaclass=abc.ABCMeta):
         request: kvlease.v1.registry_pb2.GetEngineRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvlease.v1.registry_pb2.Engine, collections.abc.Awaitable[kvlease.v1.registry_pb2.Engine]]:
-        """One engine. Errors: NOT_FOUND (ENGINE_NOT_FOUND)."""
+        """One engine. Errors: INVALID_ARGUMENT (INVALID_ENGINE), NOT_FOUND (ENGINE_NOT_FOUND)."""
 
     @abc.abstractmethod
     def ListEngines(
@@ -205,7 +214,7 @@ class RegistryServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[kvlease.v1.registry_pb2.ListEnginesResponse, collections.abc.Awaitable[kvlease.v1.registry_pb2.ListEnginesResponse]]:
         """All registered engines, by role, then engine_id.
-        Errors: INVALID_ARGUMENT (INVALID_PAGE_TOKEN).
+        Errors: INVALID_ARGUMENT (INVALID_PAGE_TOKEN, INVALID_PAGE_SIZE).
         """
 
     @abc.abstractmethod
@@ -216,8 +225,8 @@ class RegistryServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[kvlease.v1.registry_pb2.WatchEnginesResponse], collections.abc.AsyncIterator[kvlease.v1.registry_pb2.WatchEnginesResponse]]:
         """The engines as they are now (one UPSERT each, then one SYNCED), then every
         change as it happens. The stream ends only when the caller cancels it or the
-        server stops; after a reconnect the new stream starts with the whole state
-        again.
+        server stops, or, with RESOURCE_EXHAUSTED (WATCH_FELL_BEHIND), when the caller does
+        not read it; after a reconnect the new stream starts with the whole state again.
         """
 
     @abc.abstractmethod
