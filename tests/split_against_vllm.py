@@ -36,7 +36,7 @@ VALUES: dict[str, list[Any]] = {
     "top_p": [0.5],
     "top_k": [5],
     "seed": [3, None],
-    "n": [1, None],
+    "n": [1, 3, None],
     "use_beam_search": [False],
     "length_penalty": [1.5],
     "presence_penalty": [1.0],
@@ -86,7 +86,7 @@ def refusal(body: dict[str, Any], endpoint: Endpoint) -> str:
 def main(count: int) -> None:
     chance = random.Random(0)
     info = handoff.TurnInfo("t", "c", 1)
-    params = handoff.prefill_params(info, reuse=True, traceparent="tp")
+    params = handoff.prefill_params(info, reuse=True, readers=1, traceparent="tp")
     report: dict[str, Any] = {"served": 0, "refused": 0, "broken": [], "leaks": [], "wrong": []}
     for _ in range(count):
         endpoint = chance.choice(list(Endpoint))

@@ -183,8 +183,8 @@ def test_a_single_prompt_can_be_split(prompt: Any) -> None:
     [
         {"prompt": ["one", "two"]},
         {"prompt": [[1, 2], [3]]},
-        {"n": 2},
         {"n": "2"},
+        {"n": True},
         {"best_of": 3},
         {"use_beam_search": True},
         {"use_beam_search": "true"},
@@ -221,6 +221,16 @@ def test_a_request_whose_prompt_must_be_computed_by_the_decode_engine_is_not_spl
 def test_a_chat_that_echoes_asks_for_prompt_log_probabilities_too() -> None:
     assert split(CHAT, chat(echo=True)).prefill is None
     assert split(COMPLETION, completion(echo=True)).prefill is not None
+
+
+@pytest.mark.parametrize(("n", "readers"), [(None, 1), (1, 1), (3, 3)])
+def test_several_answers_share_one_prefill(n: int | None, readers: int) -> None:
+    result = split(CHAT, chat(n=n))
+
+    assert result.prefill is not None
+    assert "n" not in result.prefill
+    assert result.decode["n"] == n
+    assert result.readers == readers
 
 
 def test_null_means_absent() -> None:

@@ -48,8 +48,11 @@ OFF = outcomes.word(common_pb2.OUTCOME_OFF)
 HIT = outcomes.word(common_pb2.OUTCOME_HIT)
 
 
-def prefill_params(info: TurnInfo, *, reuse: bool, traceparent: str) -> dict[str, Any]:
-    """``kv_transfer_params`` of a prefill half: compute, and keep for a decode engine."""
+def prefill_params(
+    info: TurnInfo, *, reuse: bool, readers: int, traceparent: str
+) -> dict[str, Any]:
+    """``kv_transfer_params`` of a prefill half: compute, and keep for a decode engine that
+    reads ``readers`` times."""
     return {
         "do_remote_decode": True,
         "do_remote_prefill": False,
@@ -62,6 +65,7 @@ def prefill_params(info: TurnInfo, *, reuse: bool, traceparent: str) -> dict[str
             "conversation_id": info.conversation_id,
             "turn": info.turn,
             "reuse": reuse,
+            "readers": readers,
             "traceparent": traceparent,
         },
     }

@@ -82,7 +82,10 @@ async def _once(
     ):
         headers = telemetry.inject(span)
         params = handoff.prefill_params(
-            turn.info, reuse=turn.ask.reuse, traceparent=headers["traceparent"]
+            turn.info,
+            reuse=turn.ask.reuse,
+            readers=turn.ask.split.readers,
+            traceparent=headers["traceparent"],
         )
         body = to_json({**half, "kv_transfer_params": params})
         headers.update(turn.headers)

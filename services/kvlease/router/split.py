@@ -69,6 +69,10 @@ def _several_prompts(prompt: object, _: Mapping[str, Any]) -> bool:
     return len(prompt) != 1
 
 
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
 # Values are compared loosely on purpose: vLLM reads "2" as 2, and a request that is sent
 # unsplit without need is only slower.
 _DIRECT: Mapping[str, _Unless] = {
@@ -77,7 +81,8 @@ _DIRECT: Mapping[str, _Unless] = {
         lambda value, _: value not in (None, []), "a prompt of embeddings has no token ids to prove"
     ),
     "n": _Unless(
-        lambda value, _: value not in (None, 1), "several answers would read the same blocks"
+        lambda value, _: value is not None and not _is_count(value),
+        "the number of answers is not a plain positive number",
     ),
     "best_of": _Unless(
         lambda value, _: value not in (None, 1), "several answers would read the same blocks"
@@ -207,13 +212,15 @@ class Split:
 
     ``prefill`` is None where the request cannot be split, for the reason ``unsplit``.
     ``one_answer`` says that the request has one prompt and one answer, so that its end
-    can be granted even if it was not split.
+    can be granted even if it was not split. ``readers``: how often the decode engine
+    reads the prompt's blocks, once for each of ``n`` answers.
     """
 
     prefill: Body | None
     decode: Body
     unsplit: str = ""
     one_answer: bool = True
+    readers: int = 1
 
 
 def split(endpoint: Endpoint, body: Mapping[str, Any]) -> Split:
@@ -228,7 +235,7 @@ def split(endpoint: Endpoint, body: Mapping[str, Any]) -> Split:
     if caught:
         several = {"prompt", "n", "best_of", "use_beam_search"}.intersection(caught)
         return Split(None, decode, unsplit=_DIRECT[caught[0]].why, one_answer=not several)
-    return Split(_prefill_half(endpoint, decode), decode)
+    return Split(_prefill_half(endpoint, decode), decode, readers=decode.get("n") or 1)
 
 
 def _is_caught(unless: _Unless, name: str, body: Body) -> bool:
