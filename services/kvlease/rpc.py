@@ -43,8 +43,12 @@ class Refused(Exception):
 _CLIENT_OPTIONS: Sequence[tuple[str, int | str]] = (
     # Reconnect fast: a restarted service should be used again at once.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
+    # Despite its name this is how long one attempt to connect may take (gRPC core,
+    # subchannel.cc): 100 ms were too short on a busy host.
+    ("grpc.min_reconnect_backoff_ms", 2_000),
+    # Services are in one network; a web proxy in the environment is not for them.
+    ("grpc.enable_http_proxy", 0),
     # Look a name up again soon: a replica that was replaced has another address.
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),
     # Notice a peer that has vanished without closing its connection.
