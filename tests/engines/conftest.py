@@ -72,6 +72,12 @@ class EngineStack(Stack):
             self.stop_part(name)
 
 
+@pytest.fixture(scope="session")
+def needs_engines() -> None:
+    """For tests that start engines by themselves: skipped, or failed, where none can run."""
+    _require_engines()
+
+
 def _require_engines() -> None:
     try:
         launch.check_vllm()

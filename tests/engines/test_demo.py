@@ -7,16 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-from engines.conftest import EngineStack
+import pytest
 
 DEADLINE_S = 400
 
 
-def test_the_demo_shows_hits_with_equal_answers(tmp_path: Path, stack: EngineStack) -> None:
-    # given engines that can run here, which the stack has shown; the demo starts its own
-    del stack
-    directory = tmp_path / "demo"
+@pytest.mark.usefixtures("needs_engines")
+def test_the_demo_shows_hits_with_equal_answers(tmp_path: Path) -> None:
     # when
+    directory = tmp_path / "demo"
     run = subprocess.run(
         [sys.executable, "-m", "kvlease.cli", "demo", "--repeats", "1", "--dir", str(directory)],
         capture_output=True,
