@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 import pytest
+import uvloop
 from contract_helpers import Watcher
 from etcd_server import Etcd
 from tcp_proxy import TcpProxy
@@ -15,6 +17,13 @@ from kvlease.config import Settings
 from kvlease.store import Store, open_store
 
 OpenStore = Callable[..., Store]
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """The event loop that services run on."""
+    return {"uvloop": uvloop.new_event_loop}
 
 
 @pytest.fixture

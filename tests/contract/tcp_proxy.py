@@ -64,9 +64,9 @@ class TcpProxy:
         if self._server is not None:
             self._server.close()
             self._server = None
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.cut()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
         await asyncio.sleep(0)  # the event loop closes aborted sockets in its next round
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

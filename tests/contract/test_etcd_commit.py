@@ -233,6 +233,27 @@ async def test_a_request_that_arrives_after_it_was_settled_changes_nothing(
     assert await read(lossy.other, "/a") is None
 
 
+async def test_an_answer_that_was_lost_as_etcd_was_killed_is_found_when_it_is_back(
+    etcd: Etcd,
+    start_proxy: Callable[[int], Awaitable[TcpProxy]],
+    open_etcd_store: Callable[..., Store],
+) -> None:
+    proxy = await start_proxy(etcd.port)
+    store = open_etcd_store(proxy.endpoint, etcd_timeout=10)
+    await store.check()
+    proxy.drop_responses = True
+    task = asyncio.create_task(store.commit({"/a": 0}, [Put("/a", b"1")]))
+
+    async def applied() -> bool:
+        return etcd.get("/kvlease/v1/a") == b"1"
+
+    await eventually(applied)
+    etcd.kill()
+    proxy.drop_responses = False
+    await asyncio.to_thread(etcd.start)
+    assert await task == Committed(2)
+
+
 async def test_many_commits_in_flight_when_the_connection_breaks_are_all_settled(
     lossy: Lossy,
 ) -> None:

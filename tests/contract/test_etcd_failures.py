@@ -122,7 +122,7 @@ class TestOutages:
             started = time.monotonic()
             with pytest.raises(StoreUnavailable, match=r"did not answer within 0.5 s"):
                 await call
-            assert time.monotonic() - started < 0.8
+            assert time.monotonic() - started < 1
         # When it goes on, so does the store.
         etcd.resume()
         await eventually(lambda: answers(store))
@@ -194,7 +194,7 @@ class TestOutages:
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            assert time.monotonic() - started < 0.2
+            assert time.monotonic() - started < 0.5
 
 
 class TestWatches:

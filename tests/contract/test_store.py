@@ -358,6 +358,17 @@ class TestSessions:
                 assert result == 60
 
 
+    async def test_a_keep_alive_that_is_cancelled_disturbs_no_other(self, store: Store) -> None:
+        sessions = [await store.open_session(60) for _ in range(20)]
+        for _ in range(10):
+            calls = [asyncio.ensure_future(store.keep_alive(session)) for session in sessions * 2]
+            await asyncio.sleep(0)
+            for call in calls[::3]:
+                call.cancel()
+            results = await asyncio.gather(*calls, return_exceptions=True)
+            assert all(r == 60 for i, r in enumerate(results) if i % 3)
+
+
 class TestWatches:
     async def test_what_exists_is_reported_first_then_synced(
         self, store: Store, watch: StartWatch
@@ -476,14 +487,14 @@ class TestWatches:
         watcher.task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await watcher.task
-        assert time.monotonic() - started < 0.2
+        assert time.monotonic() - started < 0.5
 
     async def test_a_watch_ends_at_once_when_its_iterator_is_closed(self, store: Store) -> None:
         events = cast("AsyncGenerator[WatchEvent, None]", store.watch("/"))
         assert await anext(events) == Synced()
         started = time.monotonic()
         await events.aclose()
-        assert time.monotonic() - started < 0.2
+        assert time.monotonic() - started < 0.5
         with pytest.raises(StopAsyncIteration):
             await anext(events)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 from kvlease.config import Settings
@@ -21,7 +20,7 @@ from kvlease.store.etcd_channel import Members
 from kvlease.store.etcd_commit import Commits
 from kvlease.store.etcd_errors import EtcdError, Kind
 from kvlease.store.etcd_list import list_keys
-from kvlease.store.etcd_session import Renewals
+from kvlease.store.etcd_session import Renewals, grant
 from kvlease.store.etcd_watch import Watch
 
 
@@ -65,14 +64,7 @@ class EtcdStore:
         return Watch(self._members, prefix).events()
 
     async def open_session(self, ttl_s: int) -> str:
-        # An id of our own makes a grant whose answer was lost safe to send again.
-        lease_id = secrets.randbelow(2**63 - 1) + 1
-        try:
-            await self._members.call("LeaseGrant", pb.LeaseGrantRequest(ID=lease_id, TTL=ttl_s))
-        except EtcdError as error:
-            if error.kind is not Kind.SESSION_EXISTS:
-                raise
-        return session_id_of(lease_id)
+        return session_id_of(await grant(self._members, ttl_s))
 
     async def keep_alive(self, session_id: str) -> float:
         ttl_s = await self._renewals.renew(lease_id_of(session_id))

@@ -26,8 +26,10 @@ _log = structlog.get_logger(__name__)
 
 _CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 500),
+    # Despite its name this is how long one attempt to connect may take (gRPC core,
+    # subchannel.cc).
+    ("grpc.min_reconnect_backoff_ms", 2_000),
     # A host name may get another address: a container that was started anew.
     ("grpc.dns_min_time_between_resolutions_ms", 500),
     # etcd closes connections with pings more often than every 5 s, or while no call
@@ -134,12 +136,19 @@ class Members:
         return time.monotonic() + self.timeout_s
 
     async def call(
-        self, rpc: str, request: Message, *, safe: bool = True, deadline: float | None = None
+        self,
+        rpc: str,
+        request: Message,
+        *,
+        safe: bool = True,
+        patient: bool = False,
+        deadline: float | None = None,
     ) -> Message:
         """One request, for example ``Range``, answered by any member.
 
         A ``safe`` request may reach etcd twice, and is tried on other members until the
-        deadline; another one is sent again only if it was certainly not applied.
+        deadline; another one is sent again only if it was certainly not applied. When no
+        member takes a connection it fails at once, a ``patient`` one at the deadline.
         Raises :class:`EtcdError`, with kind ``UNKNOWN`` where it may have been applied.
         """
         deadline = self.deadline() if deadline is None else deadline
@@ -151,13 +160,13 @@ class Members:
                 return await self._try(member, rpc, request, deadline)
             except EtcdError as error:
                 match error.kind:
-                    case Kind.UNSENT:
+                    case Kind.UNSENT if not patient:
                         refused_by.add(member.endpoint)
                         if len(refused_by) == len(self._members):
                             raise
                     case Kind.STALE_TOKEN if renewals < _MAX_TOKEN_RENEWALS:
                         renewals += 1
-                    case Kind.UNKNOWN if safe and time.monotonic() + pause_s < deadline:
+                    case Kind.UNSENT | Kind.UNKNOWN if safe and left_s(deadline) > pause_s:
                         await self.pause(pause_s)
                         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                     case _:
@@ -231,6 +240,7 @@ class Members:
             await member.channel.close(None)
 
     def _observe(self, header: Message) -> None:
+        """Remembers how far etcd is, from the header of an answer."""
         if header.cluster_id != self._cluster or header.raft_term < self._term:
             if self._cluster:
                 self.epoch += 1

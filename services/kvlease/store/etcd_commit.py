@@ -27,6 +27,7 @@ from kvlease.store.base import (
 from kvlease.store.etcd_api import Message, at_revision, pb, prefix_end, ranges_by_key
 from kvlease.store.etcd_channel import Members, left_s
 from kvlease.store.etcd_errors import EtcdError, Kind
+from kvlease.store.etcd_session import grant
 from kvlease.store.etcd_settle import Attempt, Change
 
 _log = structlog.get_logger(__name__)
@@ -110,13 +111,7 @@ class Commits:
         """Has the attempt fail from now on, if it was not applied. Returns the written
         keys, as they were at the revision at which that was so."""
         self._leave(attempt.fence)
-        lease_id = secrets.randbelow(2**63 - 1) + 1
-        grant = pb.LeaseGrantRequest(ID=lease_id, TTL=_FENCE_TTL_S)
-        try:
-            await self._members.call("LeaseGrant", grant, deadline=deadline)
-        except EtcdError as error:
-            if error.kind is not Kind.SESSION_EXISTS:  # our own, whose answer was lost
-                raise
+        lease_id = await grant(self._members, _FENCE_TTL_S, patient=True, deadline=deadline)
         put = pb.PutRequest(key=attempt.fence, lease=lease_id)
         request = pb.TxnRequest(
             success=[
@@ -124,7 +119,7 @@ class Commits:
                 *(self._members.keyspace.range_op(key) for key in attempt.keys),
             ]
         )
-        response = await self._members.call("Txn", request, deadline=deadline)
+        response = await self._members.call("Txn", request, patient=True, deadline=deadline)
         _, *ranges = response.responses
         state = ranges_by_key(self._members.keyspace, attempt.keys, ranges)
         return response.header.revision, state

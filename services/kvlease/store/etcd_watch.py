@@ -118,14 +118,16 @@ class Watch:
     async def _receive(self, stream: Stream) -> Message:
         """The next message. A member that says nothing for the request deadline is asked
         whether it is there (etcd 3.4 and later answer), and given as long to answer."""
-        for _ in range(2):
-            response = await stream.receive(self._members.timeout_s)
-            if response is not None:
-                self._check(stream, response)
-                return response
+        timeout_s = self._members.timeout_s
+        response = await stream.receive(timeout_s)
+        if response is None:
             ask = pb.WatchRequest(progress_request=WatchProgressRequest())
-            await stream.send(ask, self._members.timeout_s)
-        raise stream.silent()
+            await stream.send(ask, timeout_s)
+            response = await stream.receive(timeout_s)
+        if response is None:
+            raise stream.silent()
+        self._check(stream, response)
+        return response
 
     def _check(self, stream: Stream, response: Message) -> None:
         if not response.canceled:
