@@ -13,7 +13,6 @@ instead of a hundred, and replicas take turns instead of starving each other.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -130,11 +129,16 @@ class Records:
         return await self._knowledge.engine(engine_id, incarnation)
 
     async def close(self) -> None:
-        """Cuts the changes that have not come to an end."""
-        for task in list(self._tasks):
+        """Cuts the changes that have not come to an end; their callers are cancelled."""
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await asyncio.gather(*tasks, return_exceptions=True)
+        # A task that was cancelled before its first step has not seen its queue.
+        for queue in self._queues.values():
+            for change in queue.waiting:
+                change.answer.cancel()
+        self._queues.clear()
 
     async def _drain(self, key: str, queue: _Queue) -> None:
         """Works until nothing waits. Everything that waits at the start of a round is

@@ -219,5 +219,8 @@ class MemoryStore:
             wait_s = None
             if self._sessions:
                 wait_s = min(s.deadline for s in self._sessions.values()) - self._clock()
+            # Not wait_for: in Python 3.11 that forgets a cancellation which comes together
+            # with the event, and close() would wait for ever.
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._expiry_wake.wait(), wait_s)
+                async with asyncio.timeout(wait_s):
+                    await self._expiry_wake.wait()
