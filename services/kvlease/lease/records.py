@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from kvlease import serving
@@ -190,7 +190,8 @@ class Records:
                 continue
             if result is None:
                 return _settle(decided, known.certain)
-            known = result
+            # A conflict tells of the records, not of the engine that holds the blocks.
+            known = replace(result, certain=result.certain and not with_holder)
         raise StoreUnavailable("the conversation's records change all the time: try again")
 
     async def _begin(self, queue: _Queue, batch: Sequence[_Change], with_holder: bool) -> Known:
