@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from kvlease.store import Store
-from kvlease.store.base import Synced, WatchEvent
+from kvlease.store.base import Committed, Put, StoreUnavailable, Synced, Versioned, WatchEvent
 
 TTL_S = 1
 """The shortest session that the test's etcd grants."""
@@ -47,3 +47,28 @@ async def eventually(
     async with asyncio.timeout(within_s):
         while not await condition():  # noqa: ASYNC110  # nothing tells when it does
             await asyncio.sleep(every_s)
+
+
+async def put(store: Store, key: str, value: bytes, session_id: str | None = None) -> int:
+    """Writes without conditions; returns the revision."""
+    result = await store.commit({}, [Put(key, value, session_id)])
+    assert isinstance(result, Committed)
+    return result.revision
+
+
+async def read(store: Store, key: str) -> Versioned | None:
+    return (await store.get(key))[key]
+
+
+async def value_of(store: Store, key: str) -> bytes | None:
+    item = await read(store, key)
+    return item.value if item else None
+
+
+async def answers(store: Store) -> bool:
+    """Whether the store can be reached now."""
+    try:
+        await store.check()
+    except StoreUnavailable:
+        return False
+    return True

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
-from contract_helpers import Watcher, eventually
+from contract_helpers import Watcher, eventually, put, read
 from etcd_server import Etcd
 from tcp_proxy import TcpProxy
 
@@ -87,16 +87,6 @@ async def lossy(
     yield Lossy(store, proxy, other)
     await store.close()
     await other.close()
-
-
-async def put(store: Store, key: str, value: bytes) -> int:
-    result = await store.commit({}, [Put(key, value)])
-    assert isinstance(result, Committed)
-    return result.revision
-
-
-async def read(store: Store, key: str) -> Versioned | None:
-    return (await store.get(key))[key]
 
 
 async def test_a_creation_whose_answer_was_lost_is_committed(lossy: Lossy) -> None:

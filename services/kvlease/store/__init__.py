@@ -19,7 +19,7 @@ def open_store(settings: Settings) -> Store:
     """
     if not settings.etcd_endpoints:
         return MemoryStore()
-    # gRPC and etcd's stubs take a quarter of a second to load.
+    # gRPC and etcd's stubs take a tenth of a second to load.
     from kvlease.store.etcd import EtcdStore
 
     return EtcdStore(settings)
