@@ -87,9 +87,8 @@ class ControlPlane:
 
         self._stack.push_async_callback(end)
         self.stops[kind].append(end)
-        await asyncio.wait(
-            {task, told}, timeout=START_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED
-        )
+        futures: set[asyncio.Future[Any]] = {task, told}
+        await asyncio.wait(futures, timeout=START_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             await task
         address = await asyncio.wait_for(told, 0.1)

@@ -159,7 +159,8 @@ async def test_only_the_registered_start_of_an_engine_may_grant(plane: ControlPl
     holder = await plane.register()
     refused = (grpc.StatusCode.FAILED_PRECONDITION, "SESSION_LOST")
     for field in ("incarnation", "session_id", "engine_id"):
-        request = grant_request(holder, **{field: "another"})
+        fields: dict[str, Any] = {field: "another"}
+        request = grant_request(holder, **fields)
         assert await failure(plane.lease.Grant(request, timeout=CALL_S)) == refused
     router_session = await plane.store().open_session(60)
     request = grant_request(holder, session_id=router_session)
@@ -462,7 +463,10 @@ async def test_what_is_remembered_of_a_conversation_can_be_read(plane: ControlPl
         (
             "Revoke",
             lease_pb2.RevokeRequest(
-                conversation=conversation(), lease_id="l", session_id="s", reason=1
+                conversation=conversation(),
+                lease_id="l",
+                session_id="s",
+                reason=lease_pb2.END_REASON_SUPERSEDED,
             ),
             "INVALID_LEASE",
             "END_REASON_BUDGET",

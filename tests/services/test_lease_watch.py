@@ -29,6 +29,7 @@ from kvlease.v1.registry_pb2 import Engine
 
 UPSERT = WatchLeasesResponse.KIND_UPSERT
 DELETE = WatchLeasesResponse.KIND_DELETE
+END: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # in no stub
 SYNCED = WatchLeasesResponse.KIND_SYNCED
 
 
@@ -155,7 +156,7 @@ async def test_watches_end_cleanly_when_the_service_stops(plane: ControlPlane) -
     started = time.monotonic()
     await plane.stops["lease"][0]()
     assert time.monotonic() - started < 2.0
-    assert await call.read() is grpc.aio.EOF
+    assert await call.read() is END
     assert await call.code() is grpc.StatusCode.OK
 
 
@@ -183,7 +184,7 @@ async def test_a_client_that_vanishes_leaves_nothing_behind(
     if how == "cancels":
         call.cancel()
     else:
-        await plane.channels["lease"][0].close()
+        await plane.channels["lease"][0].close(None)
     await until(lambda: subscriptions() == with_it - 1)
 
 

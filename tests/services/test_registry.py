@@ -29,6 +29,7 @@ PREFILL = registry_pb2.ENGINE_ROLE_PREFILL
 DECODE = registry_pb2.ENGINE_ROLE_DECODE
 UPSERT = WatchEnginesResponse.KIND_UPSERT
 DELETE = WatchEnginesResponse.KIND_DELETE
+END: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # in no stub
 SYNCED = WatchEnginesResponse.KIND_SYNCED
 
 
@@ -342,7 +343,7 @@ async def test_watches_end_cleanly_when_the_registry_stops(plane: ControlPlane) 
     started = time.monotonic()
     await plane.stops["registry"][0]()
     assert time.monotonic() - started < 2.0
-    assert await call.read() is grpc.aio.EOF
+    assert await call.read() is END
     assert await call.code() is grpc.StatusCode.OK
 
 

@@ -35,10 +35,13 @@ class Refusing(registry_pb2_grpc.RegistryServicer):
         raise rpc.Refused(grpc.StatusCode.NOT_FOUND, "ENGINE_NOT_FOUND", "there is no such engine")
 
 
+REFUSING = Refusing()  # type: ignore[abstract]  # what it lacks is UNIMPLEMENTED
+
+
 @pytest.fixture
 async def served() -> AsyncIterator[tuple[rpc.Server, str]]:
     server = rpc.Server([SERVICE])
-    registry_pb2_grpc.add_RegistryServicer_to_server(Refusing(), server.grpc)
+    registry_pb2_grpc.add_RegistryServicer_to_server(REFUSING, server.grpc)
     port = await server.start("127.0.0.1:0")
     yield server, f"127.0.0.1:{port}"
     await server.stop(0)
@@ -126,7 +129,7 @@ async def test_calls_go_on_through_the_replicas_that_are_left() -> None:
     servers = []
     for _ in range(2):
         server = rpc.Server([SERVICE])
-        registry_pb2_grpc.add_RegistryServicer_to_server(Refusing(), server.grpc)
+        registry_pb2_grpc.add_RegistryServicer_to_server(REFUSING, server.grpc)
         servers.append((server, await server.start("127.0.0.1:0")))
     addresses = ",".join(f"127.0.0.1:{port}" for _, port in servers)
     async with rpc.aio_channel(addresses) as channel:

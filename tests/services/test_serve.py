@@ -128,7 +128,7 @@ def test_a_watch_that_is_open_does_not_hold_up_the_end() -> None:
         ready = served.wait_for("ready")
         with rpc.channel(ready["lease"]) as channel:
             stub = lease_pb2_grpc.LeaseServiceStub(channel)
-            events = stub.WatchLeases(lease_pb2.WatchLeasesRequest(), timeout=30)
+            events: Any = stub.WatchLeases(lease_pb2.WatchLeasesRequest(), timeout=30)
             next(events)
             code, seconds = served.end(signal.SIGINT)
             assert (code, list(events)) == (0, [])

@@ -285,9 +285,7 @@ async def test_a_lost_session_fails_only_its_own_call(
     replica, _ = replicas
     dead = await store.open_session(60)
     await store.close_session(dead)
-    granted, turn = await asyncio.gather(
-        _after(replica.grant(dead)), replica.start_turn(), return_exceptions=True
-    )
+    granted, turn = await asyncio.gather(_after(replica.grant(dead)), replica.start_turn())
     assert isinstance(granted, SessionLost)
     assert turn == 1
     assert await stored_lease(store) is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import grpc
 import pytest
 from lease_builders import (
@@ -24,11 +26,11 @@ from kvlease.v1 import lease_pb2
 from kvlease.v1.lease_pb2 import ConversationInfo, Lease
 
 
-def grant(state: State, now: float = NOW, **fields: object) -> tuple[State, Lease]:
+def grant(state: State, now: float = NOW, **fields: Any) -> tuple[State, Lease]:
     return rules.grant(state, grant_request(**fields), LIMITS, now)
 
 
-def refusal_of(state: State, **fields: object) -> Refused:
+def refusal_of(state: State, **fields: Any) -> Refused:
     with pytest.raises(Refused) as caught:
         grant(state, **fields)
     return caught.value
