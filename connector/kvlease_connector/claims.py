@@ -7,7 +7,7 @@ import json
 import math
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,7 +60,7 @@ class Answer:
     lease_id: str = ""
     ticket_id: str = ""
     read_by: float = math.inf
-    """``time.monotonic`` moment after which the blocks may be gone."""
+    """The moment after which the blocks may be gone."""
     holder: registry_pb2.Engine | None = None
     lease_traceparent: str = ""
 
@@ -77,12 +77,14 @@ class Claims:
         *,
         claim_timeout_s: float,
         connect_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stub = stub
         self._reader = reader
         self._tracer = tracer
         self._claim_timeout_s = claim_timeout_s
         self._connect_timeout_s = connect_timeout_s
+        self._clock = clock
 
     async def claim(self, ask: Ask) -> Answer:
         """One claim, decided: never raises, never takes longer than the claim deadline plus
@@ -110,7 +112,7 @@ class Claims:
     async def _claim(self, ask: Ask, span: trace.Span) -> Answer:
         proof = prefix.prove(ask.token_ids, seed=ask.seed, chunk_tokens=ask.chunk_tokens)
         ticket_id = str(uuid.uuid4())
-        sent = time.monotonic()
+        sent = self._clock()
         try:
             response = await self._stub.Claim(
                 lease_pb2.ClaimRequest(

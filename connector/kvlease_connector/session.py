@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from urllib.parse import urlsplit
 
 import grpc
@@ -27,8 +27,9 @@ class Session:
     """Registers an engine once its HTTP server answers, and keeps it registered.
 
     :attr:`session_id` is None while there is no session. ``on_lost(session_id, ended_by)``
-    is called when one has ended; ``ended_by`` is the latest moment (``time.monotonic``) at
-    which the store may still have shown it, or what the engine granted under it.
+    is called when one has ended; ``ended_by`` is the latest moment at which the store may
+    still have shown it, or what the engine granted under it. ``clock`` gives moments;
+    ``answers`` tells whether the engine's HTTP server does.
     """
 
     def __init__(
@@ -39,16 +40,20 @@ class Session:
         usage: Callable[[], registry_pb2.BlockUsage],
         on_opened: Callable[[str], None],
         on_lost: Callable[[str, float], None],
+        clock: Callable[[], float] = time.monotonic,
+        answers: Callable[[], Awaitable[bool]] | None = None,
     ) -> None:
         self._stub = stub
         self._engine = engine
         self._usage = usage
         self._on_opened = on_opened
         self._on_lost = on_lost
+        self._clock = clock
+        self._answers = answers or self._http_answers
         self._published: registry_pb2.BlockUsage | None = None
         self.session_id: str | None = None
         self.last_acknowledged = 0.0
-        """When the last acknowledged renewal was sent (``time.monotonic``)."""
+        """When the last acknowledged renewal was sent."""
         self.last_attempt = 0.0
         """When the last renewal was sent that may have been applied."""
         self.ttl_s = 0.0
@@ -66,21 +71,24 @@ class Session:
     @property
     def is_fresh(self) -> bool:
         """Whether the registry has acknowledged the session within half its TTL."""
-        age = time.monotonic() - self.last_acknowledged
+        age = self._clock() - self.last_acknowledged
         return self.session_id is not None and age <= self.ttl_s / 2
 
     async def _until_http_answers(self) -> None:
         """A router sends turns as soon as an engine is registered."""
-        url = urlsplit(self._engine.http_address)
-        while not await _healthy(url.hostname or "", url.port or 80):  # noqa: ASYNC110
+        while not await self._answers():  # noqa: ASYNC110
             await asyncio.sleep(RETRY_S)
+
+    async def _http_answers(self) -> bool:
+        url = urlsplit(self._engine.http_address)
+        return await _healthy(url.hostname or "", url.port or 80)
 
     async def _register(self) -> None:
         request = registry_pb2.RegisterRequest(engine=self._engine)
         request.engine.usage.CopyFrom(self._usage())
         failed = False
         while True:
-            sent = time.monotonic()
+            sent = self._clock()
             try:
                 answer = await self._stub.Register(request, timeout=CALL_TIMEOUT_S)
                 break
@@ -105,30 +113,30 @@ class Session:
         """Renews every third of the TTL, and when the usage has changed. Returns when the
         session has ended."""
         period = self.ttl_s / 3
-        due = time.monotonic() + period
+        due = self._clock() + period
         while True:
-            await asyncio.sleep(min(USAGE_PERIOD_S, max(0.0, due - time.monotonic())))
+            await asyncio.sleep(min(USAGE_PERIOD_S, max(0.0, due - self._clock())))
             usage = self._usage()
-            if time.monotonic() < due and usage == self._published:
+            if self._clock() < due and usage == self._published:
                 continue
-            if time.monotonic() >= self.last_acknowledged + self.ttl_s:
+            if self._clock() >= self.last_acknowledged + self.ttl_s:
                 log.warning("session lost: no acknowledgement within its TTL")
                 self._lose(self.last_attempt + self.ttl_s)
                 return
             try:
                 await self._renew(usage)
-                due = time.monotonic() + period
+                due = self._clock() + period
             except grpc.aio.AioRpcError as error:
                 if rpc.reason_of(error) == "SESSION_LOST":
                     log.warning("session lost: the registry does not know it")
-                    self._lose(time.monotonic())
+                    self._lose(self._clock())
                     return
                 log.warning("keep-alive failed; trying on", error=error.details())
-                due = time.monotonic() + RETRY_S
+                due = self._clock() + RETRY_S
                 await asyncio.sleep(RETRY_S)
 
     async def _renew(self, usage: registry_pb2.BlockUsage) -> None:
-        sent = self.last_attempt = time.monotonic()
+        sent = self.last_attempt = self._clock()
         await self._stub.KeepAlive(
             registry_pb2.KeepAliveRequest(
                 session_id=self.session_id or "",
