@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -13,6 +14,7 @@ from kvlease_connector.worker import KvLeaseWorker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -47,6 +49,17 @@ class KvLeaseConnector(NixlBaseConnector):  # type: ignore[misc]
         super().bind_kv_cache_manager(kv_cache_manager)
         if self.connector_scheduler is not None:
             self.connector_scheduler.bind(kv_cache_manager)
+
+    def has_pending_block_frees(self) -> bool:
+        assert self.connector_scheduler is not None
+        return self.connector_scheduler.has_pending_block_frees()
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        # There are none; but vLLM asks once a step, after all else.
+        if self.connector_scheduler is not None:
+            self.connector_scheduler.output_handled()
+        events: Iterable[KVCacheEvent] = super().take_events()
+        return events
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         assert self.connector_worker is not None

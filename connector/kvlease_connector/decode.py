@@ -1,5 +1,5 @@
-"""The decode engine's part of a turn: keep the blocks of a finished turn and grant a
-lease on them; revoke, and free, when the time has come.
+"""The decode engine's part of a turn: keep the blocks of a finished turn under a lease;
+give them up when they are needed, and free them when the time has come.
 
 The scheduler's thread calls :meth:`DecodeSide.finished` and :meth:`DecodeSide.drain`; the
 background loop runs the calls to the lease service. Both work on the table of leases,
@@ -9,62 +9,44 @@ under one lock that is never held over a call.
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import grpc
 import structlog
-from google.protobuf.duration_pb2 import Duration
 from opentelemetry import trace
 
-from kvlease import prefix, rpc, telemetry
 from kvlease.config import Settings
 from kvlease.v1 import common_pb2, lease_pb2, lease_pb2_grpc, registry_pb2
 from kvlease_connector.background import Background
 from kvlease_connector.blocks import BlockHolder
-from kvlease_connector.retention import HeldLease, Phase, over_budget
+from kvlease_connector.budget import Candidate, Release, Retained, cheapest
+from kvlease_connector.grants import Finished, Grants
+from kvlease_connector.retention import HeldLease, Phase
+from kvlease_connector.revocations import RETRY_S, Revocations
 from kvlease_connector.session import Session
 from kvlease_connector.table import Entry, LeaseTable
+from kvlease_connector.value import Pauses, keep_value
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 log = structlog.get_logger("kvlease.connector.decode")
 
-CALL_TIMEOUT_S = 2.0
-GRANT_TRIES_S = 5.0
-"""A grant without a clear answer is tried again for so long, then revoked: until one of
-the two is confirmed the store may show the lease."""
-
-_REFUSALS = (
-    grpc.StatusCode.FAILED_PRECONDITION,
-    grpc.StatusCode.INVALID_ARGUMENT,
-    grpc.StatusCode.RESOURCE_EXHAUSTED,
-)
-
-RETRY_S = 0.2
 SWEEP_S = 0.2
 """How often deadlines are looked at. Between two looks an idle engine does nothing."""
 
+PATIENCE_S = 1.0
+"""How long a request waits although there seems to be room, before leases go one by one."""
 
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """A finished turn whose blocks can be leased."""
-
-    conversation: common_pb2.Conversation
-    turn: int
-    token_ids: list[int]
-    """Tokens whose KV has been computed."""
-    seed: bytes
-    transfer_params_json: str
-    traceparent: str
-    retention_s: float
-    end: bool = False
-    """The client has said that this was the conversation's last turn."""
+CLAIMED = 0.1
+"""What a lease counts once its turn has come: that turn's own lease will follow, and this
+one serves only a retry, or a fork."""
 
 
 @dataclass(slots=True)
@@ -73,6 +55,8 @@ class _Kept:
 
     turn: Finished
     blocks: list[KVCacheBlock]
+    num_claims: int = 0
+    """Claims of the lease that have been seen."""
 
 
 class DecodeSide:
@@ -91,15 +75,28 @@ class DecodeSide:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stub = stub
-        self._engine = engine
-        self._background = background
-        self._tracer = tracer
+        self._block_size = engine.block_size
         self._settings = settings
-        self._chunk_tokens = chunk_tokens
         self._clock = clock
         self._lock = threading.Lock()
         self._table = LeaseTable()
+        self._revocations = Revocations(stub, background, self._table, self._lock, clock)
+        self._grants = Grants(
+            stub,
+            engine,
+            background,
+            tracer,
+            self._table,
+            self._lock,
+            self._revocations,
+            clock,
+            chunk_tokens=chunk_tokens,
+        )
         self._kept: dict[str, _Kept] = {}
+        self._retained = Retained()
+        self._pauses = Pauses()
+        self._waiting: tuple[str, float] | None = None
+        """The request that was about to be admitted last, and since when."""
         self._holder: BlockHolder | None = None
         self._session: Session | None = None
 
@@ -112,17 +109,15 @@ class DecodeSide:
     def finished(self, request_id: str, turn: Finished, num_blocks: Sequence[int]) -> None:
         """A turn has ended: keeps its blocks and asks for a lease, if there is a session
         to bind it to and room in the budget."""
+        now = self._clock()
+        self._note_pause(turn, now)
         session, holder = self._session, self._holder
         if session is None or holder is None or turn.end:
             return
         if not session.is_fresh:
-            log.info("not granted: no live session", **_ids(turn))
+            log.info("not granted: no live session", **turn.ids)
             return
         self.drain()
-        if not self._make_budget(sum(num_blocks)):
-            log.info("not granted: the retention budget is full", **_ids(turn))
-            return
-        now = self._clock()
         blocks = holder.hold(request_id, num_blocks)
         lease = HeldLease(
             lease_id=str(uuid.uuid4()),
@@ -133,48 +128,170 @@ class DecodeSide:
             claim_grace_s=self._settings.claim_grace,
         )
         entry = Entry(turn.conversation, session.session_id or "", lease, asked_at=now)
+        if not self._add(entry, _Kept(turn, blocks)):
+            holder.release(blocks)
+            log.info("not granted: the retention budget is full", **turn.ids)
+            return
+        self._grants.begin(entry, turn)
+
+    def _note_pause(self, turn: Finished, now: float) -> None:
+        key = _key(turn.conversation)
         with self._lock:
-            self._table.add(entry)
-            self._kept[lease.lease_id] = _Kept(turn, blocks)
-        self._background.submit(self._grant(entry, turn), "grant")
+            self._pauses.ended(key, now - turn.seconds_since_arrival)
+            if turn.end:
+                self._pauses.forget(key)
+            else:
+                self._pauses.began(key, now, turn.retention_s)
 
     def drain(self) -> None:
         """Frees the blocks of leases that nobody can be reading."""
         with self._lock:
             free = self._table.take_free(self._clock())
             kept = [self._kept.pop(entry.lease.lease_id) for entry in free]
+            for item in kept:
+                self._retained.remove(item.blocks)
         for entry, item in zip(free, kept, strict=True):
             assert self._holder is not None
             self._holder.release(item.blocks)
             if entry.lease.tickets or entry.lease.phase is not Phase.ENDED:
                 # Readers that never closed their tickets leave a record behind: one more
                 # revocation sweeps it.
-                self._background.submit(self._revoke_once(entry), "sweep")
+                self._revocations.begin_once(entry, "sweep")
 
-    def make_room(self, blocks_needed: int) -> bool:
-        """Revokes the cheapest leases if fewer than ``blocks_needed`` blocks (and the free
-        reserve) would be left. Returns whether blocks are on their way."""
-        assert self._holder is not None
-        reserve = int(self._holder.total_blocks * self._settings.min_free_fraction)
-        short = min(blocks_needed + reserve, self._holder.total_blocks) - self._holder.free_blocks
-        return short > 0 and self._revoke_cheapest(short)
+    def make_room(self, request_id: str, num_tokens: int, num_local_tokens: int) -> bool:
+        """A request is about to be admitted: sees to it that its blocks, and the free
+        reserve, fit. Returns whether blocks are on their way to it.
 
-    def _make_budget(self, new_blocks: int) -> bool:
-        """Whether ``new_blocks`` more fit the budget, after revoking cheaper leases."""
+        ``num_local_tokens`` of its tokens were found in the prefix cache, in blocks that
+        may be free too. So if the request still waits on the next step, it is as if none
+        had been found; and if it waits on although there should be room (vLLM also puts
+        blocks aside for others), one more lease goes.
+        """
         assert self._holder is not None
+        waits = self._waiting is not None and self._waiting[0] == request_id
+        if self._waiting is None or not waits:
+            self._waiting = (request_id, self._clock())
         total = self._holder.total_blocks
-        fraction = self._settings.max_retained_fraction
-        if over_budget(new_blocks, total, fraction):
-            return False
-        excess = over_budget(self.usage().retained_blocks + new_blocks, total, fraction)
-        return not excess or self._revoke_cheapest(excess)
+        tokens = num_tokens if waits else num_tokens - num_local_tokens
+        needed = math.ceil(tokens / self._block_size) + self._reserve
+        short = min(needed, total) - self._holder.free_blocks
+        if short <= 0 and self._clock() > self._waiting[1] + PATIENCE_S:
+            short = 1
+        return short > 0 and self._give_up(short) > 0
 
-    def _revoke_cheapest(self, blocks_needed: int) -> bool:
+    def keep_reserve(self) -> None:
+        """After a step: gives leases up if fewer blocks than the reserve are free."""
+        assert self._holder is not None
+        short = self._reserve - self._holder.free_blocks
+        if short > 0:
+            self._give_up(short)
+
+    def room_is_coming(self) -> bool:
+        """A running request gets no block, and would be preempted: whether blocks of
+        leases come back for it, at once or as soon as a revocation is confirmed.
+
+        True is bounded in time: each lease is revoked once, and one revocation that is
+        not confirmed within ``revocations.SURE_S`` ends the waiting for all.
+        """
+        assert self._holder is not None
+        before = self._holder.free_blocks
+        self.drain()
+        return self._holder.free_blocks > before or self._give_up(max(1, self._reserve)) > 0
+
+    @property
+    def _reserve(self) -> int:
+        assert self._holder is not None
+        return int(self._holder.total_blocks * self._settings.min_free_fraction)
+
+    def _give_up(self, blocks_needed: int) -> int:
+        """Revokes the cheapest leases so that ``blocks_needed`` blocks come back; how many
+        will."""
         with self._lock:
-            chosen, enough = self._table.take_victims(blocks_needed, self._clock())
+            if self._revocations.stuck():
+                return 0
+            choice = cheapest(
+                self._candidates(),
+                needed=blocks_needed,
+                going=[self._kept[name].blocks for name in self._revocations.going()],
+                references=lambda block: block.ref_cnt,
+            )
+            chosen = self._take(choice.lease_ids)
         for entry in chosen:
-            self._background.submit(self._revoke(entry), "revoke")
-        return enough
+            self._revocations.begin(entry)
+        return choice.coming
+
+    def _add(self, entry: Entry, kept: _Kept) -> bool:
+        """Adds a lease that is about to be asked for, if it fits the budget beside leases
+        that are worth more; the others are revoked. What its grant supersedes makes room,
+        too. (So the budget is exceeded by one turn, for as long as a call takes.)"""
+        assert self._holder is not None
+        limit = int(self._holder.total_blocks * self._settings.max_retained_fraction)
+        lease_id = entry.lease.lease_id
+        chosen: list[Entry] = []
+        with self._lock:
+            superseded = [
+                name
+                for name, other in self._table.entries.items()
+                if other.conversation == entry.conversation and not other.lease.tickets
+            ]
+            self._table.add(entry)
+            self._kept[lease_id] = kept
+            self._retained.add(kept.blocks)
+            excess = len(self._retained) - limit
+            if excess > 0:
+                going = {*superseded, *self._revocations.going()}
+                choice = cheapest(
+                    [*self._candidates(but=going), self._candidate(entry)],
+                    needed=excess,
+                    going=[self._kept[name].blocks for name in going],
+                    references=self._retained.leases_of,
+                )
+                if (
+                    choice.coming < excess
+                    or lease_id in choice.lease_ids
+                    or (choice.lease_ids and self._revocations.stuck())
+                ):
+                    del self._table.entries[lease_id], self._kept[lease_id]
+                    self._retained.remove(kept.blocks)
+                    return False
+                chosen = self._take(choice.lease_ids)
+        for other in chosen:
+            self._revocations.begin(other)
+        return True
+
+    def _candidates(self, but: Container[str] = ()) -> list[Candidate]:
+        """Leases that can be given up. Under the lock."""
+        return [
+            self._candidate(entry)
+            for name, entry in self._table.entries.items()
+            if name not in but
+            and entry.lease.phase is Phase.HELD
+            and not entry.lease.revoking
+            and not entry.lease.tickets
+        ]
+
+    def _candidate(self, entry: Entry) -> Candidate:
+        """A lease with its value. Under the lock."""
+        now, lease, key = self._clock(), entry.lease, _key(entry.conversation)
+        age_s = self._pauses.age_s(key, now)
+        belief = self._pauses.belief(key)
+        if age_s is None:
+            chance = CLAIMED * belief.chance(now - lease.granted_at, lease.expires_at - now)
+        else:
+            chance = belief.chance(age_s, lease.expires_at - now)
+        return Candidate(
+            lease.lease_id,
+            self._kept[lease.lease_id].blocks,
+            keep_value(lease.num_tokens, lease.num_blocks, chance),
+        )
+
+    def _take(self, lease_ids: Iterable[str]) -> list[Entry]:
+        """Marks leases as given up. Under the lock."""
+        entries = [self._table.entries[lease_id] for lease_id in lease_ids]
+        for entry in entries:
+            entry.lease.revoking = True
+            entry.reason = lease_pb2.END_REASON_BUDGET
+        return entries
 
     # --- any thread -------------------------------------------------------------------
 
@@ -184,22 +301,21 @@ class DecodeSide:
             return registry_pb2.BlockUsage()
         now = self._clock()
         with self._lock:
-            free_ids: set[int] = set()
-            held_ids: set[int] = set()
-            leases = 0
-            for lease_id, entry in self._table.entries.items():
-                ids = map(id, self._kept[lease_id].blocks)
-                if entry.lease.may_free(now):
-                    free_ids.update(ids)
-                else:
-                    leases += 1
-                    held_ids.update(ids)
-        return registry_pb2.BlockUsage(
-            total_blocks=self._holder.total_blocks,
-            free_blocks=self._holder.free_blocks + len(free_ids - held_ids),
-            retained_blocks=len(held_ids),
-            retained_leases=leases,
-        )
+            over = [
+                self._kept[name].blocks
+                for name, entry in self._table.entries.items()
+                if entry.lease.may_free(now)
+            ]
+            unretained, freed = Release(self._retained.leases_of), Release(lambda b: b.ref_cnt)
+            for blocks in over:
+                unretained.let_go(blocks)
+                freed.let_go(blocks)
+            return registry_pb2.BlockUsage(
+                total_blocks=self._holder.total_blocks,
+                free_blocks=self._holder.free_blocks + freed.coming,
+                retained_blocks=len(self._retained) - unretained.coming,
+                retained_leases=len(self._table.entries) - len(over),
+            )
 
     # --- background loop --------------------------------------------------------------
 
@@ -207,78 +323,6 @@ class DecodeSide:
         """The session is over, and with it every lease: at ``ended_by`` at the latest."""
         with self._lock:
             self._table.session_lost(session_id, ended_by)
-
-    async def _grant(self, entry: Entry, turn: Finished) -> None:
-        lease = entry.lease
-        with self._tracer.start_as_current_span(
-            "lease.grant",
-            context=telemetry.extract({"traceparent": turn.traceparent}),
-            kind=trace.SpanKind.CLIENT,
-            attributes={
-                "kvlease.conversation": turn.conversation.conversation_id,
-                "kvlease.turn": turn.turn,
-                "kvlease.lease_id": lease.lease_id,
-                "kvlease.tokens": lease.num_tokens,
-                "kvlease.blocks": lease.num_blocks,
-            },
-        ) as span:
-            refusal = await self._grant_until_answered(entry, turn, span)
-            span.set_attribute("kvlease.granted", refusal == "")
-            if refusal:
-                span.set_attribute("kvlease.detail", refusal)
-                log.info("not granted", reason=refusal, **_ids(turn))
-
-    async def _grant_until_answered(self, entry: Entry, turn: Finished, span: trace.Span) -> str:
-        """Empty: granted. Else why not; the lease has ended then, or is being revoked."""
-        request = self._grant_request(entry, turn)
-        deadline = self._clock() + GRANT_TRIES_S
-        while True:
-            try:
-                answer = await self._stub.Grant(
-                    request,
-                    timeout=CALL_TIMEOUT_S,
-                    metadata=tuple(telemetry.inject(span).items()),
-                )
-            except grpc.aio.AioRpcError as error:
-                if error.code() in _REFUSALS:
-                    with self._lock:
-                        self._table.refused(entry.lease.lease_id, self._clock())
-                    return f"{rpc.reason_of(error)}: {error.details()}"
-                if self._clock() < deadline and entry.lease.phase is Phase.GRANTING:
-                    await asyncio.sleep(RETRY_S)
-                    continue
-                entry.lease.revoking = True
-                self._background.submit(self._revoke(entry), "revoke after an unclear grant")
-                return f"no clear answer: {error.details()}"
-            retention_s = answer.retention.ToTimedelta().total_seconds()
-            with self._lock:
-                self._table.granted(entry.lease.lease_id, answer.lease, retention_s, self._clock())
-            return ""
-
-    def _grant_request(self, entry: Entry, turn: Finished) -> lease_pb2.GrantRequest:
-        proof = prefix.prove(turn.token_ids, seed=turn.seed, chunk_tokens=self._chunk_tokens)
-        retention = Duration()
-        retention.FromMilliseconds(int(turn.retention_s * 1000))
-        return lease_pb2.GrantRequest(
-            conversation=turn.conversation,
-            lease_id=entry.lease.lease_id,
-            turn=turn.turn,
-            engine_id=self._engine.engine_id,
-            incarnation=self._engine.incarnation,
-            session_id=entry.session_id,
-            num_tokens=entry.lease.num_tokens,
-            num_blocks=entry.lease.num_blocks,
-            block_size=self._engine.block_size,
-            compatibility_hash=self._engine.compatibility_hash,
-            proof=lease_pb2.PrefixProof(
-                chunk_tokens=proof.chunk_tokens,
-                chunk_digests=proof.chunk_digests,
-                tail_digest=proof.tail_digest,
-            ),
-            kv_transfer_params_json=turn.transfer_params_json,
-            retention=retention,
-            traceparent=turn.traceparent,
-        )
 
     async def watch(self, session_id: str) -> None:
         """Follows the session's leases until cancelled, over any number of streams."""
@@ -302,6 +346,7 @@ class DecodeSide:
                     if shown is not None:
                         shown.add(record.lease_id)
                         shown.update(item.lease_id for item in record.retiring)
+                    self._note_claims(record, now)
                     again = self._table.show(record, now)
                 elif update.kind == kinds.KIND_DELETE:
                     self._table.removed(record, now, after_gap=update.after_gap)
@@ -309,49 +354,26 @@ class DecodeSide:
                     self._table.synced(shown, started, now)
                     shown = None
             for entry in again:
-                self._background.submit(self._revoke_once(entry), "revoke a late grant")
+                self._revocations.begin_once(entry, "revoke a late grant")
+
+    def _note_claims(self, record: lease_pb2.Lease, now: float) -> None:
+        """A claim is the first sign of a conversation's next turn. Under the lock."""
+        kept = self._kept.get(record.lease_id)
+        if kept is not None and record.claim_count > kept.num_claims:
+            kept.num_claims = record.claim_count
+            self._pauses.ended(_key(record.conversation), now)
 
     async def sweep(self) -> None:
         """Revokes leases whose retention TTL is over, until cancelled."""
         while True:
             await asyncio.sleep(SWEEP_S)
+            now = self._clock()
             with self._lock:
-                due = self._table.take_due(self._clock())
+                due = self._table.take_due(now)
+                self._pauses.give_up(now)
             for entry in due:
-                self._background.submit(self._revoke(entry), "revoke")
-
-    async def _revoke(self, entry: Entry) -> None:
-        """Until it is confirmed, or nothing is left to revoke."""
-        while entry.lease.phase is not Phase.ENDED:
-            if self._clock() >= entry.lease.hard_deadline or await self._revoke_once(entry):
-                return
-            await asyncio.sleep(RETRY_S)
-
-    async def _revoke_once(self, entry: Entry) -> bool:
-        request = lease_pb2.RevokeRequest(
-            conversation=entry.conversation,
-            lease_id=entry.lease.lease_id,
-            session_id=entry.session_id,
-            reason=entry.reason,
-        )
-        try:
-            answer = await self._stub.Revoke(request, timeout=CALL_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            log.warning(
-                "revoke failed",
-                error=error.details(),
-                conversation=entry.conversation.conversation_id,
-                lease_id=entry.lease.lease_id,
-            )
-            return False
-        with self._lock:
-            self._table.revoked(
-                entry.lease.lease_id,
-                [ticket.ticket_id for ticket in answer.open_tickets],
-                self._clock(),
-            )
-        return True
+                self._revocations.begin(entry)
 
 
-def _ids(turn: Finished) -> dict[str, object]:
-    return {"conversation": turn.conversation.conversation_id, "turn": turn.turn}
+def _key(conversation: common_pb2.Conversation) -> tuple[str, str, str]:
+    return conversation.tenant, conversation.model, conversation.conversation_id

@@ -43,6 +43,8 @@ nixl/base_worker.py     NixlBaseConnectorWorker._pop_done_transfers(transfers)
 nixl/metadata.py        compute_nixl_compatibility_hash(vllm_config, attn_backend_name)
 v1/base.py              KVConnectorBase_V1.bind_kv_cache_manager(kv_cache_manager)
 v1/base.py              KVConnectorBase_V1.build_connector_worker_meta()
+v1/base.py              KVConnectorBase_V1.has_pending_block_frees()
+v1/base.py              KVConnectorBase_V1.take_events()
 v1/base.py              KVConnectorWorkerMetadata.aggregate(other)
 core/block_pool.py      BlockPool.touch(blocks)
 core/block_pool.py      BlockPool.free_blocks(ordered_blocks)
@@ -66,10 +68,16 @@ nixl/metadata.py        self.reqs_not_processed
 core/sched/scheduler.py self.connector.bind_kv_cache_manager(self.kv_cache_manager)
 core/sched/scheduler.py self.connector.on_new_request(request)
 core/sched/scheduler.py if ext_tokens is None:
+core/sched/scheduler.py self.connector.take_events()
+core/sched/scheduler.py self.connector.has_pending_block_frees()
+core/sched/output.py    scheduled_new_reqs
+core/sched/output.py    scheduled_cached_reqs
+core/sched/output.py    num_computed_tokens
 vllm/outputs.py         kv_connector_worker_meta
 vllm/outputs.py         failed_recving
 vllm/request.py         self.skip_reading_prefix_cache
 vllm/request.py         self.kv_transfer_params
+vllm/request.py         self.arrival_time
 config/kv_transfer.py   kv_connector_module_path
 config/vllm.py          instance_id
 """

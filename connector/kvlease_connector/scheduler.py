@@ -25,9 +25,11 @@ from kvlease_connector import model
 from kvlease_connector.blocks import BlockHolder
 from kvlease_connector.claims import Answer, Ask
 from kvlease_connector.control import ControlPlane
-from kvlease_connector.decode import DecodeSide, Finished
+from kvlease_connector.decode import DecodeSide
+from kvlease_connector.grants import Finished
+from kvlease_connector.handoffs import Handoffs
 from kvlease_connector.orders import WorkerOrders, WorkerReport
-from kvlease_connector.prefill import Handoffs, PrefillSide
+from kvlease_connector.prefill import PrefillSide
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -192,8 +194,7 @@ class KvLeaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
     ) -> tuple[int | None, bool]:
         self._drain()
         if self._decode is not None:
-            missing = request.num_tokens - num_computed_tokens
-            self._decode.make_room(math.ceil(missing / self._block_size))
+            self._decode.make_room(request.request_id, request.num_tokens, num_computed_tokens)
         params = request.kv_transfer_params
         if not params:
             return 0, False
@@ -232,6 +233,7 @@ class KvLeaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         reason = self._unsupported or model.unsupported_request(request)
         if reason:
             return Answer(common_pb2.OUTCOME_MISS_UNSUPPORTED, reason)
+        assert self._prefill is not None
         conversation = self._conversation(request, told)
         return Ask(
             conversation=conversation,
@@ -239,7 +241,7 @@ class KvLeaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             seed=self._seed(request, conversation),
             chunk_tokens=self._chunk_tokens,
             block_size=self._block_size,
-            min_tokens=num_local_tokens + self.settings.min_pull_tokens,
+            min_tokens=num_local_tokens + self._prefill.policy.min_tokens,
             num_local_tokens=num_local_tokens,
             traceparent=told.get("traceparent") or "",
         )
@@ -285,7 +287,21 @@ class KvLeaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         meta.reqs_not_processed = set()
         meta.kvlease = self._orders
         self._orders = WorkerOrders()
+        if self._decode is not None:
+            self._decode.keep_reserve()
+        if self._prefill is not None:
+            self._prefill.meter.planned(scheduler_output)
         return meta
+
+    def output_handled(self) -> None:
+        """vLLM has done with the output of the oldest step in flight."""
+        if self._prefill is not None:
+            self._prefill.meter.handled()
+
+    def has_pending_block_frees(self) -> bool:
+        """A running request gets no block: whether retained ones come back for it, before
+        vLLM preempts anybody."""
+        return self._decode is not None and self._decode.room_is_coming()
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         super().update_connector_output(connector_output)
@@ -334,6 +350,9 @@ class KvLeaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         told = _told(request.kv_transfer_params)
         report: dict[str, Any] = {}
         if self._prefill is not None:
+            if answer is not None:
+                # The output of the step that ended the request is being handled.
+                self._prefill.meter.output()
             report = self._prefill.finished(request.request_id, request.num_prompt_tokens)
         if answer is None:
             return None
@@ -379,6 +398,7 @@ class KvLeaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
                     self.settings.max_retention,
                 ),
                 end=bool(told.get("end")),
+                seconds_since_arrival=max(0.0, time.time() - request.arrival_time),
             ),
             [math.ceil(num_tokens / self._block_size) for _ in block_ids],
         )
