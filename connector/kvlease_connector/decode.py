@@ -9,11 +9,10 @@ under one lock that is never held over a call.
 from __future__ import annotations
 
 import asyncio
-import math
 import threading
 import time
 import uuid
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -75,7 +74,6 @@ class DecodeSide:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stub = stub
-        self._block_size = engine.block_size
         self._settings = settings
         self._clock = clock
         self._lock = threading.Lock()
@@ -95,7 +93,7 @@ class DecodeSide:
         self._kept: dict[str, _Kept] = {}
         self._retained = Retained()
         self._pauses = Pauses()
-        self._waiting: tuple[str, float] | None = None
+        self._waiting = ("", 0.0)
         """The request that was about to be admitted last, and since when."""
         self._holder: BlockHolder | None = None
         self._session: Session | None = None
@@ -158,24 +156,23 @@ class DecodeSide:
                 # revocation sweeps it.
                 self._revocations.begin_once(entry, "sweep")
 
-    def make_room(self, request_id: str, num_tokens: int, num_local_tokens: int) -> bool:
-        """A request is about to be admitted: sees to it that its blocks, and the free
-        reserve, fit. Returns whether blocks are on their way to it.
+    def make_room(self, num_blocks: int, num_cached: int = 0, request_id: str = "") -> bool:
+        """A request is about to be admitted: sees to it that its ``num_blocks``, and the
+        free reserve, fit. Returns whether blocks are on their way to it.
 
-        ``num_local_tokens`` of its tokens were found in the prefix cache, in blocks that
-        may be free too. So if the request still waits on the next step, it is as if none
-        had been found; and if it waits on although there should be room (vLLM also puts
-        blocks aside for others), one more lease goes.
+        ``num_cached`` of its blocks are in the prefix cache, and may be free too. So if
+        the same request still waits on the next step, it is as if there were none; and if
+        it waits on although there should be room (vLLM also puts blocks aside for others),
+        leases go one by one.
         """
         assert self._holder is not None
-        waits = self._waiting is not None and self._waiting[0] == request_id
-        if self._waiting is None or not waits:
-            self._waiting = (request_id, self._clock())
-        total = self._holder.total_blocks
-        tokens = num_tokens if waits else num_tokens - num_local_tokens
-        needed = math.ceil(tokens / self._block_size) + self._reserve
-        short = min(needed, total) - self._holder.free_blocks
-        if short <= 0 and self._clock() > self._waiting[1] + PATIENCE_S:
+        now = self._clock()
+        waits = bool(request_id) and self._waiting[0] == request_id
+        if not waits:
+            self._waiting = (request_id, now)
+        needed = self._reserve + (num_blocks if waits else num_blocks - num_cached)
+        short = min(needed, self._holder.total_blocks) - self._holder.free_blocks
+        if short <= 0 and now > self._waiting[1] + PATIENCE_S:
             short = 1
         return short > 0 and self._give_up(short) > 0
 
@@ -215,7 +212,7 @@ class DecodeSide:
                 going=[self._kept[name].blocks for name in self._revocations.going()],
                 references=lambda block: block.ref_cnt,
             )
-            chosen = self._take(choice.lease_ids)
+            chosen = self._table.give_up(choice.lease_ids)
         for entry in chosen:
             self._revocations.begin(entry)
         return choice.coming
@@ -240,8 +237,9 @@ class DecodeSide:
             excess = len(self._retained) - limit
             if excess > 0:
                 going = {*superseded, *self._revocations.going()}
+                candidates = [*self._candidates(), self._candidate(entry)]
                 choice = cheapest(
-                    [*self._candidates(but=going), self._candidate(entry)],
+                    [item for item in candidates if item.lease_id not in going],
                     needed=excess,
                     going=[self._kept[name].blocks for name in going],
                     references=self._retained.leases_of,
@@ -254,21 +252,14 @@ class DecodeSide:
                     del self._table.entries[lease_id], self._kept[lease_id]
                     self._retained.remove(kept.blocks)
                     return False
-                chosen = self._take(choice.lease_ids)
+                chosen = self._table.give_up(choice.lease_ids)
         for other in chosen:
             self._revocations.begin(other)
         return True
 
-    def _candidates(self, but: Container[str] = ()) -> list[Candidate]:
+    def _candidates(self) -> list[Candidate]:
         """Leases that can be given up. Under the lock."""
-        return [
-            self._candidate(entry)
-            for name, entry in self._table.entries.items()
-            if name not in but
-            and entry.lease.phase is Phase.HELD
-            and not entry.lease.revoking
-            and not entry.lease.tickets
-        ]
+        return [self._candidate(entry) for entry in self._table.revocable()]
 
     def _candidate(self, entry: Entry) -> Candidate:
         """A lease with its value. Under the lock."""
@@ -284,14 +275,6 @@ class DecodeSide:
             self._kept[lease.lease_id].blocks,
             keep_value(lease.num_tokens, lease.num_blocks, chance),
         )
-
-    def _take(self, lease_ids: Iterable[str]) -> list[Entry]:
-        """Marks leases as given up. Under the lock."""
-        entries = [self._table.entries[lease_id] for lease_id in lease_ids]
-        for entry in entries:
-            entry.lease.revoking = True
-            entry.reason = lease_pb2.END_REASON_BUDGET
-        return entries
 
     # --- any thread -------------------------------------------------------------------
 

@@ -1,4 +1,5 @@
-"""The rules of retention on an engine: which blocks stay, until when, and which go first.
+"""The rules of retention on an engine: which blocks stay, and until when. (Which go first:
+:mod:`kvlease_connector.value`.)
 
 Pure: no I/O, no threads, no clock but the one passed in. ``now`` and all deadlines are
 seconds of one monotonic clock of this process.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 
@@ -88,41 +89,3 @@ class HeldLease:
     def should_revoke(self, now: float) -> bool:
         """Whether the retention TTL is over and the holder has yet to end the lease."""
         return self.phase is Phase.HELD and not self.revoking and now >= self.expires_at
-
-
-def keep_value(lease: HeldLease, now: float) -> float:
-    """What keeping a lease is worth a block: the tokens it saves, times the chance that
-    its turn still comes. Ages of conversations are heavy-tailed, so the chance falls with
-    the age as ``1 / (1 + age / 60 s)``: a lease of five minutes' age counts a sixth of a
-    fresh one."""
-    age = max(0.0, now - lease.granted_at)
-    return (lease.num_tokens / max(1, lease.num_blocks)) / (1.0 + age / 60.0)
-
-
-def victims(leases: Sequence[HeldLease], *, blocks_needed: int, now: float) -> list[HeldLease]:
-    """The leases to revoke, cheapest first, until ``blocks_needed`` blocks are on their
-    way back. Leases with open tickets and leases that are ending already are not chosen;
-    blocks of the latter are counted. May fall short."""
-    coming = sum(
-        lease.num_blocks for lease in leases if lease.phase is Phase.ENDED or lease.revoking
-    )
-    candidates = sorted(
-        (
-            lease
-            for lease in leases
-            if lease.phase is Phase.HELD and not lease.revoking and not lease.tickets
-        ),
-        key=lambda lease: keep_value(lease, now),
-    )
-    chosen = []
-    for lease in candidates:
-        if coming >= blocks_needed:
-            break
-        chosen.append(lease)
-        coming += lease.num_blocks
-    return chosen
-
-
-def over_budget(retained_blocks: int, total_blocks: int, max_fraction: float) -> int:
-    """How many blocks the engine keeps beyond its budget; 0 if none."""
-    return max(0, retained_blocks - int(total_blocks * max_fraction))

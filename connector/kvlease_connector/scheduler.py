@@ -194,7 +194,11 @@ class KvLeaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
     ) -> tuple[int | None, bool]:
         self._drain()
         if self._decode is not None:
-            self._decode.make_room(request.request_id, request.num_tokens, num_computed_tokens)
+            self._decode.make_room(
+                math.ceil(request.num_tokens / self._block_size),
+                num_computed_tokens // self._block_size,
+                request.request_id,
+            )
         params = request.kv_transfer_params
         if not params:
             return 0, False

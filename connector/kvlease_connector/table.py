@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvlease.v1 import common_pb2, lease_pb2
-from kvlease_connector.retention import HeldLease, Phase, victims
+from kvlease_connector.retention import HeldLease, Phase
 
 
 @dataclass(slots=True)
@@ -129,23 +129,23 @@ class LeaseTable:
             entry.lease.revoking = True
         return due
 
-    def take_victims(self, blocks_needed: int, now: float) -> tuple[list[Entry], bool]:
-        """The cheapest leases, to be revoked so that ``blocks_needed`` blocks come back;
-        and whether that will be enough."""
-        chosen = victims(
-            [entry.lease for entry in self.entries.values()],
-            blocks_needed=blocks_needed,
-            now=now,
-        )
-        for lease in chosen:
-            lease.revoking = True
-            self.entries[lease.lease_id].reason = lease_pb2.END_REASON_BUDGET
-        coming = sum(
-            entry.lease.num_blocks
+    def revocable(self) -> list[Entry]:
+        """Leases that the holder may give up: nobody reads them, and they are not ending."""
+        return [
+            entry
             for entry in self.entries.values()
-            if entry.lease.revoking or entry.lease.phase is Phase.ENDED
-        )
-        return [self.entries[lease.lease_id] for lease in chosen], coming >= blocks_needed
+            if entry.lease.phase is Phase.HELD
+            and not entry.lease.revoking
+            and not entry.lease.tickets
+        ]
+
+    def give_up(self, lease_ids: Iterable[str]) -> list[Entry]:
+        """These are about to be revoked, for their blocks' sake."""
+        entries = [self.entries[lease_id] for lease_id in lease_ids]
+        for entry in entries:
+            entry.lease.revoking = True
+            entry.reason = lease_pb2.END_REASON_BUDGET
+        return entries
 
     def take_free(self, now: float) -> list[Entry]:
         """Leases whose blocks nobody can be reading; they leave the table."""

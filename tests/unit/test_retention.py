@@ -1,8 +1,8 @@
-"""Which blocks stay, until when, and which go first."""
+"""Which blocks stay, and until when."""
 
 from __future__ import annotations
 
-from kvlease_connector.retention import HeldLease, Phase, keep_value, over_budget, victims
+from kvlease_connector.retention import HeldLease, Phase
 
 GRACE_S = 30.0
 
@@ -95,35 +95,3 @@ def test_a_lease_is_revoked_once() -> None:
     item = held(retention_s=5.0)
     item.revoking = True
     assert not item.should_revoke(now=6.0)
-
-
-def test_an_older_lease_is_worth_less() -> None:
-    assert keep_value(held(at=0.0), now=300.0) < keep_value(held(at=290.0), now=300.0)
-
-
-def test_a_lease_that_saves_more_tokens_a_block_is_worth_more() -> None:
-    full, sparse = held(blocks=10, tokens=1280), held(blocks=10, tokens=1153)
-    assert keep_value(sparse, now=0.0) < keep_value(full, now=0.0)
-
-
-def test_victims_are_the_cheapest_until_enough_blocks_come_back() -> None:
-    old, middle, fresh = held(at=0.0), held(at=100.0), held(at=200.0)
-    chosen = victims([fresh, old, middle], blocks_needed=15, now=210.0)
-    assert chosen == [old, middle]
-
-
-def test_a_lease_with_a_reader_is_no_victim() -> None:
-    old, fresh = held(at=0.0), held(at=100.0)
-    old.tickets_are(["t1"], now=150.0)
-    assert victims([old, fresh], blocks_needed=1, now=150.0) == [fresh]
-
-
-def test_blocks_that_are_coming_back_already_count() -> None:
-    ending, fresh = held(at=0.0), held(at=100.0)
-    ending.revoking = True
-    assert victims([ending, fresh], blocks_needed=10, now=150.0) == []
-
-
-def test_the_budget_is_a_part_of_all_blocks() -> None:
-    assert over_budget(50, total_blocks=100, max_fraction=0.5) == 0
-    assert over_budget(57, total_blocks=100, max_fraction=0.5) == 7
