@@ -112,6 +112,7 @@ async def _parts(settings: Settings, keys: dict[str, str] | None) -> AsyncIterat
             prefill_timeout_s=settings.prefill_timeout,
         )
         turns = Turns(tools, leases, tracing.tracer, keys, settings.max_body_bytes)
+        stack.push_async_callback(turns.close)
         server = rpc.Server([SERVICE_NAME])
         router_pb2_grpc.add_RouterServicer_to_server(
             RouterService(engines, leases, registry), server.grpc

@@ -9,6 +9,7 @@ read again: the whole turn is done again.
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 
 import aiohttp
 from aiohttp import web
@@ -133,8 +134,10 @@ def _body(turn: Turn, prefilled: Prefilled) -> bytes:
     half = turn.ask.split.decode
     if not turn.ask.split.one_answer:
         return to_json(half)  # there is nothing to read and nothing to grant
+    # Of several answers nobody knows which one the client will go on with: none is kept.
+    keeps = turn.ask.split.readers == 1
     params = handoff.decode_params(
-        turn.info,
+        turn.info if keeps else replace(turn.info, conversation_id=""),
         prefilled.handoff.params,
         traceparent=turn.trace.traceparent,
         handoff_remaining_s=prefilled.remaining_s,

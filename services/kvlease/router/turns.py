@@ -15,7 +15,7 @@ from kvlease.router import errors, rules
 from kvlease.router.ask import Ask, read_ask
 from kvlease.router.decode import TurnLost, decode
 from kvlease.router.errors import HttpError
-from kvlease.router.leases import Leases
+from kvlease.router.leases import Leases, ServiceDown
 from kvlease.router.prefill import Refused, prefill
 from kvlease.router.relay import ClientGone, Relay
 from kvlease.router.spans import TurnTrace
@@ -43,6 +43,11 @@ class Turns:
         self._tracer = tracer
         self._keys = keys
         self._max_body_bytes = max_body_bytes
+        self._ending: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        """Waits for what turns have left to do; it has deadlines."""
+        await asyncio.gather(*self._ending)
 
     async def serve(self, request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
         """Answers one request, whatever happens."""
@@ -64,6 +69,31 @@ class Turns:
                 trace.end(status=0, error="the client went away")
             else:
                 trace.end(status=answer.status, error=answer.error)
+            self._end_conversation(answer)
+
+    def _end_conversation(self, answer: _Answer) -> None:
+        """After a conversation's last turn nothing is kept for it. A turn that has failed
+        was not the last: the client will send it again."""
+        turn = answer.turn
+        if turn is None or not turn.ask.end or not turn.ask.conversation_id:
+            return
+        if answer.end in ("ok", "disconnected"):
+            # In a task: the client has its answer, or is gone.
+            task = asyncio.create_task(self._end(turn))
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+
+    async def _end(self, turn: Turn) -> None:
+        try:
+            await self._leases.end(turn.ask.conversation, {"traceparent": turn.trace.traceparent})
+        except ServiceDown as error:
+            _log.warning(
+                "conversation not ended: its lease stays until its retention is over",
+                detail=str(error),
+                conversation_id=turn.ask.conversation_id,
+                turn=turn.number,
+                trace_id=turn.trace.trace_id,
+            )
 
     async def _answer(self, answer: _Answer, endpoint: Endpoint) -> web.StreamResponse:
         try:
