@@ -1,10 +1,11 @@
-"""The last turn of a conversation, and turns that leave nothing behind."""
+"""How clients say what becomes of what is kept for a conversation."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from datetime import datetime
 from typing import Any
 
 import grpc
@@ -94,3 +95,46 @@ async def test_several_answers_claim_but_do_not_grant(stack: Stack) -> None:
 
     assert stack.engines["prefill-0"].seen[0].told["conversation_id"] == "c"
     assert stack.engines["decode-0"].seen[0].told["conversation_id"] == ""
+
+
+async def test_a_conversation_can_be_kept_for_longer(stack: Stack) -> None:
+    await ask(stack)
+    lease = await stack.grant(stack.engines["decode-0"], "c", turn=1)
+    url = f"{stack.url}/v1/conversations/c/renew"
+
+    async with stack.client.post(url, headers={"x-kvlease-retain": "1200"}) as response:
+        answer = await response.json()
+
+    assert response.status == 200
+    assert (answer["id"], answer["leases_renewed"]) == ("c", ["sim"])
+    until_s = datetime.fromisoformat(answer["expire_time"]).timestamp()
+    assert until_s - lease.grant_time.ToSeconds() == pytest.approx(1200, abs=5)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "param"),
+    [
+        ({}, 400, "x-kvlease-retain"),
+        ({"x-kvlease-retain": "0"}, 400, "x-kvlease-retain"),
+        ({"x-kvlease-retain": "60"}, 404, "conversation_id"),
+    ],
+)
+async def test_what_cannot_be_renewed_is_said(
+    stack: Stack, headers: dict[str, str], status: int, param: str
+) -> None:
+    url = f"{stack.url}/v1/conversations/c/renew"
+
+    async with stack.client.post(url, headers=headers) as response:
+        answer = await response.json()
+
+    assert (response.status, answer["error"]["param"]) == (status, param)
+
+
+async def test_without_the_lease_service_nothing_is_renewed(stack: Stack) -> None:
+    await stack.lease.stop()
+    url = f"{stack.url}/v1/conversations/c/renew"
+
+    async with stack.client.post(url, headers={"x-kvlease-retain": "60"}) as response:
+        answer = await response.json()
+
+    assert (response.status, answer["error"]["code"]) == (503, "lease_service_unavailable")

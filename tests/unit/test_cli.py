@@ -48,7 +48,10 @@ def test_a_configuration_error_is_one_sentence_and_exit_code_2(
     )
 
 
-@pytest.mark.parametrize("command", [["engines"], ["drain", "decode-0"], ["end", "chat-1"]])
+@pytest.mark.parametrize(
+    "command",
+    [["engines"], ["drain", "decode-0"], ["end", "chat-1"], ["renew", "chat-1", "--for", "60"]],
+)
 def test_an_unreachable_registry_is_one_sentence(
     command: list[str],
     capsys: pytest.CaptureFixture[str],

@@ -1,4 +1,4 @@
-"""``kvlease leases`` and ``kvlease end``."""
+"""``kvlease leases``."""
 
 from __future__ import annotations
 
@@ -8,20 +8,13 @@ import click
 from rich.table import Table
 
 from kvlease.cli import services, tables
-from kvlease.cli.engines import list_engines
-from kvlease.v1 import common_pb2, lease_pb2, lease_pb2_grpc, registry_pb2_grpc
+from kvlease.v1 import lease_pb2, lease_pb2_grpc
 
 _LEASES_EXAMPLES = """\b
 Examples:
   kvlease leases
   kvlease leases --engine decode-0 --watch
   kvlease leases --json | jq '.[].conversation'
-"""
-
-_END_EXAMPLES = """\b
-Examples:
-  kvlease end chat-42
-  kvlease end chat-42 --model Qwen/Qwen3-8B --tenant acme
 """
 
 
@@ -94,38 +87,3 @@ def _state(lease: lease_pb2.Lease) -> str:
         return word
     reason = lease_pb2.EndReason.Name(lease.end_reason).removeprefix("END_REASON_").lower()
     return f"{word} ({reason.replace('_', ' ')})"
-
-
-@click.command(epilog=_END_EXAMPLES)
-@click.argument("conversation")
-@click.option("--model", default="", help="[default: the one model that is served]")
-@click.option("--tenant", default="default", show_default=True)
-@services.options
-def end(addresses: services.Addresses, conversation: str, model: str, tenant: str) -> None:
-    """Ends CONVERSATION: its blocks are freed as soon as nobody reads them, and turns that
-    run now leave none behind."""
-    model = model or _only_model(addresses)
-    with services.connection("lease service", addresses.lease) as channel:
-        answer = lease_pb2_grpc.LeaseServiceStub(channel).EndConversation(
-            lease_pb2.EndConversationRequest(
-                conversation=common_pb2.Conversation(
-                    tenant=tenant, model=model, conversation_id=conversation
-                )
-            ),
-            timeout=services.TIMEOUT_S,
-        )
-    click.echo(
-        f"end: the lease of {conversation} is ended"
-        if answer.lease_ended
-        else f"end: {conversation} is ended; it held no lease (tenant {tenant}, model {model})"
-    )
-
-
-def _only_model(addresses: services.Addresses) -> str:
-    with services.connection("registry", addresses.registry) as channel:
-        stub = registry_pb2_grpc.RegistryStub(channel)
-        models = sorted({engine.model for engine in list_engines(stub)})
-    if len(models) != 1:
-        names = ", ".join(models) or "none"
-        raise click.ClickException(f"name the model with --model; those served are: {names}")
-    return models[0]

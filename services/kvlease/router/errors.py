@@ -76,6 +76,17 @@ def unknown_model(model: str, known: list[str]) -> HttpError:
     )
 
 
+def no_lease(conversation_id: str) -> HttpError:
+    """Nothing is kept for a conversation, so nothing can be kept for longer."""
+    return HttpError(
+        404,
+        f"Nothing is kept for the conversation {conversation_id!r}: its next turn is computed, "
+        "and can ask for a longer retention with x-kvlease-retain.",
+        "lease_not_found",
+        param="conversation_id",
+    )
+
+
 def unavailable(message: str, code: str) -> HttpError:
     """Nothing is wrong with the request; it can be sent again."""
     return HttpError(503, message, code, kind="service_unavailable")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -16,6 +19,8 @@ from kvlease.router.metrics import Metrics
 from kvlease.router.split import Endpoint
 from kvlease.router.turns import TRACE_ID_HEADER, Turns
 from kvlease.v1 import common_pb2, registry_pb2
+
+RETAIN_HEADER = "x-kvlease-retain"
 
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -48,6 +53,9 @@ class Http:
         app.router.add_post(Endpoint.COMPLETION.value, self._completion)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{model:.+}", self._model)
+        app.router.add_post(
+            "/v1/conversations/{conversation_id:.+}/renew", self._renew_conversation
+        )
         app.router.add_delete("/v1/conversations/{conversation_id:.+}", self._end_conversation)
         app.router.add_get("/health", self._health)
         app.router.add_get("/ready", self._ready)
@@ -90,6 +98,38 @@ class Http:
 
     async def _end_conversation(self, request: web.Request) -> web.Response:
         """Frees what is kept for a conversation. One that does not exist has ended too."""
+        with self._named(request, "end_conversation") as named:
+            ended = await asyncio.gather(
+                *(self._leases.end(item, named.metadata) for item in named.conversations)
+            )
+        return named.answer("deleted", deleted=True, leases_ended=named.models(ended))
+
+    async def _renew_conversation(self, request: web.Request) -> web.Response:
+        """Keeps what is kept for a conversation for ``x-kvlease-retain`` seconds from now:
+        for a tool that turns out to run long."""
+        retention_s = rules.retention_of(request.headers.get(RETAIN_HEADER, ""))
+        if retention_s is None:
+            raise rules.InvalidRequest(
+                f"{RETAIN_HEADER} is missing: give the seconds that the blocks should stay",
+                RETAIN_HEADER,
+            )
+        with self._named(request, "renew_conversation") as named:
+            leases = await asyncio.gather(
+                *(
+                    self._leases.renew(item, retention_s, named.metadata)
+                    for item in named.conversations
+                )
+            )
+        if not any(leases):
+            raise errors.no_lease(named.conversation_id)
+        expires = [lease.expire_time.ToJsonString() for lease in leases if lease is not None]
+        return named.answer(
+            "renewed", leases_renewed=named.models(leases), expire_time=min(expires)
+        )
+
+    @contextlib.contextmanager
+    def _named(self, request: web.Request, operation: str) -> Iterator[_Named]:
+        """The conversation that a path names, with every model that it may be of."""
         tenant = self._tenant(request)
         conversation_id = rules.checked_conversation_id(
             request.match_info["conversation_id"], "conversation_id"
@@ -97,37 +137,49 @@ class Http:
         model = request.query.get("model")
         models = [model] if model else [engine.model for engine in self._engines.models()]
         with self._tracer.start_as_current_span(
-            "end_conversation", context=telemetry.extract(request.headers)
+            operation, context=telemetry.extract(request.headers)
         ) as span:
             span.set_attribute("gen_ai.conversation.id", conversation_id)
-            metadata = telemetry.inject(span)
-            conversations = [
-                common_pb2.Conversation(tenant=tenant, model=name, conversation_id=conversation_id)
-                for name in models
-            ]
             try:
-                ended = await asyncio.gather(
-                    *(self._leases.end(conversation, metadata) for conversation in conversations)
+                yield _Named(
+                    [
+                        common_pb2.Conversation(
+                            tenant=tenant, model=name, conversation_id=conversation_id
+                        )
+                        for name in models
+                    ],
+                    conversation_id,
+                    telemetry.inject(span),
+                    telemetry.trace_id_of(span),
                 )
             except ServiceDown as error:
                 raise errors.unavailable(str(error), "lease_service_unavailable") from None
-        return web.json_response(
-            {
-                "id": conversation_id,
-                "object": "conversation.deleted",
-                "deleted": True,
-                "leases_ended": [
-                    name for name, was_held in zip(models, ended, strict=True) if was_held
-                ],
-            },
-            headers={TRACE_ID_HEADER: telemetry.trace_id_of(span)},
-        )
 
     def _tenant(self, request: web.Request) -> str:
         try:
             return rules.tenant_of(request.headers.get("Authorization", ""), self._keys)
         except rules.UnknownKey:
             raise errors.unauthorized() from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """A conversation id, as the conversations of one model each. ``metadata`` goes with
+    calls about them."""
+
+    conversations: Sequence[common_pb2.Conversation]
+    conversation_id: str
+    metadata: Mapping[str, str]
+    trace_id: str
+
+    def models(self, found: Sequence[object]) -> list[str]:
+        """Those models whose conversation's ``found`` is true."""
+        return [item.model for item, it in zip(self.conversations, found, strict=True) if it]
+
+    def answer(self, what: str, **fields: object) -> web.Response:
+        """In the shape of OpenAI's answers."""
+        body = {"id": self.conversation_id, "object": f"conversation.{what}", **fields}
+        return web.json_response(body, headers={TRACE_ID_HEADER: self.trace_id})
 
 
 def _model_object(engine: registry_pb2.Engine) -> dict[str, object]:
@@ -152,8 +204,8 @@ async def _openai_errors(request: web.Request, handler: Handler) -> web.StreamRe
         return HttpError(
             404,
             f"There is no {request.method} {request.path} here. The router serves "
-            "POST /v1/chat/completions, POST /v1/completions, GET /v1/models and "
-            "DELETE /v1/conversations/{id}.",
+            "POST /v1/chat/completions, POST /v1/completions, GET /v1/models, "
+            "POST /v1/conversations/{id}/renew and DELETE /v1/conversations/{id}.",
             "unknown_url",
         ).response()
     except web.HTTPMethodNotAllowed as error:

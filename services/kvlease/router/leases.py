@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import grpc
 import structlog
 
-from kvlease import rpc
+from kvlease import rpc, times
 from kvlease.router.circuit import Circuit
 from kvlease.v1 import common_pb2, lease_pb2, lease_pb2_grpc
 
 END_TIMEOUT_S = 3.0
-"""Deadline of EndConversation: above the store's own, so that its answer arrives."""
+"""Deadline of EndConversation and Renew: above the store's own, so that its answer
+arrives."""
 
 _CIRCUIT_THRESHOLD = 2
 _CIRCUIT_PAUSE_S = 1.0
@@ -97,6 +98,27 @@ class Leases:
         request = lease_pb2.GetLeaseRequest(conversation=conversation)
         try:
             lease: lease_pb2.Lease = await self._stub.GetLease(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.NOT_FOUND:
+                return None
+            raise self._down(error) from None
+        return lease
+
+    async def renew(
+        self,
+        conversation: common_pb2.Conversation,
+        retention_s: float,
+        metadata: Mapping[str, str],
+    ) -> lease_pb2.Lease | None:
+        """Moves the end of the conversation's lease to ``retention_s`` from now; None if
+        it has none. Raises :class:`ServiceDown`."""
+        request = lease_pb2.RenewRequest(
+            conversation=conversation, retention=times.duration(retention_s)
+        )
+        try:
+            lease: lease_pb2.Lease = await self._stub.Renew(
+                request, timeout=END_TIMEOUT_S, metadata=tuple(metadata.items())
+            )
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 return None
