@@ -106,7 +106,7 @@ class TcpProxy:
     async def _responses(self, connection: _Connection, reader: asyncio.StreamReader) -> None:
         try:
             while data := await reader.read(65536):
-                if not self.drop_responses:
+                if not self.drop_responses and not connection.client.is_closing():
                     connection.client.write(data)
         except OSError:
             pass

@@ -21,6 +21,7 @@ from kvlease_connector.control import ControlPlane
 from kvlease_connector.decode import DecodeSide
 from kvlease_connector.grants import Finished
 from kvlease_connector.options import Options
+from kvlease_connector.retention import Phase
 
 BLOCK = 4
 CHUNK = 8
@@ -136,9 +137,21 @@ class DecodeEngine:
         return self.side.usage()
 
     @property
+    def free(self) -> int:
+        """Free blocks of the pool, after a step."""
+        self.step()
+        return self.pool.get_num_free_blocks()
+
+    @property
     def has_session(self) -> bool:
         session = self.side._session
         return session is not None and session.is_fresh
+
+    @property
+    def phases(self) -> dict[str, Phase]:
+        """Its leases as it knows them, by conversation."""
+        entries = self.side._table.entries.values()
+        return {entry.conversation.conversation_id: entry.lease.phase for entry in entries}
 
     async def stop(self) -> None:
         await asyncio.to_thread(self.control.stop)
@@ -160,9 +173,7 @@ class DecodeEngine:
     ) -> None:
         """vLLM's end of a request that has its blocks."""
         turn = Finished(
-            conversation=common_pb2.Conversation(
-                tenant="acme", model="qwen", conversation_id=name
-            ),
+            conversation=common_pb2.Conversation(tenant="acme", model="qwen", conversation_id=name),
             turn=number,
             token_ids=list(range(num_tokens)),
             seed=SEED,
