@@ -17,6 +17,7 @@ from opentelemetry import trace
 
 from kvlease import outcomes, prefix, rpc, telemetry
 from kvlease.v1 import common_pb2, lease_pb2, lease_pb2_grpc, registry_pb2
+from kvlease_connector.pull_policy import Verdict
 
 log = structlog.get_logger("kvlease.connector.claims")
 
@@ -30,6 +31,11 @@ TRANSFER_FIELDS = (
     "remote_port",
 )
 """vLLM transfer parameters without which there is nothing to read."""
+
+
+Judge = Callable[[str, str, int], Verdict]
+"""From the holder's engine id and incarnation and the usable tokens to whether to pull.
+Called in the background thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,8 @@ class Ask:
     num_local_tokens: int
     """Tokens of the prompt that are in the engine's own prefix cache."""
     traceparent: str
+    judge: Judge | None = None
+    """None: a hit is pulled, whatever it costs."""
 
 
 @dataclass(slots=True)
@@ -63,6 +71,9 @@ class Answer:
     """The moment after which the blocks may be gone."""
     holder: registry_pb2.Engine | None = None
     lease_traceparent: str = ""
+    verdict: Verdict | None = None
+    claim_s: float = 0.0
+    """How long it took to get here; 0 if nobody was asked."""
 
 
 class Claims:
@@ -95,7 +106,9 @@ class Claims:
             kind=trace.SpanKind.CLIENT,
             record_exception=False,
         ) as span:
+            started = self._clock()
             answer = await self._claim(ask, span)
+            answer.claim_s = self._clock() - started
             span.set_attributes(
                 {
                     "kvlease.conversation": ask.conversation.conversation_id,
@@ -105,6 +118,7 @@ class Claims:
                     "kvlease.usable_tokens": answer.usable_tokens,
                     "kvlease.min_tokens": ask.min_tokens,
                     "kvlease.lease_id": answer.lease_id,
+                    **(answer.verdict.attributes() if answer.verdict else {}),
                 }
             )
             return answer
@@ -159,6 +173,9 @@ class Claims:
         ):
             usable = response.tail_num_tokens
         refusal = None
+        holder = response.holder
+        if usable >= ask.min_tokens and ask.judge is not None:
+            answer.verdict = ask.judge(holder.engine_id, holder.incarnation, usable)
         if usable == 0:
             refusal = (common_pb2.OUTCOME_MISS_PREFIX, "no token of the lease is proven equal")
         elif usable < ask.min_tokens:
@@ -166,10 +183,12 @@ class Claims:
                 common_pb2.OUTCOME_MISS_SHORT,
                 f"{usable} tokens are proven equal, {ask.min_tokens} make a read worth its while",
             )
-        elif not await self._reachable(response.holder):
+        elif answer.verdict is not None and not answer.verdict.pull:
+            refusal = (common_pb2.OUTCOME_MISS_SHORT, answer.verdict.detail)
+        elif not await self._reachable(holder):
             refusal = (
                 common_pb2.OUTCOME_MISS_ENGINE,
-                f"{response.holder.engine_id} does not answer at its side channel",
+                f"{holder.engine_id} does not answer at its side channel",
             )
         else:
             params = json.loads(response.kv_transfer_params_json)

@@ -1,5 +1,5 @@
-"""The prefill engine's part of a turn: claim a lease, offer its blocks to the scheduler,
-close the ticket, and keep the prompt's blocks until the decode engine has fetched them.
+"""The prefill engine's part of a turn: claim a lease, offer its blocks to the scheduler if a
+pull is worth it, close the ticket, and say what it cost.
 
 Everything in here runs in the scheduler's thread unless it says otherwise.
 """
@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from opentelemetry import trace
 
@@ -18,11 +18,9 @@ from kvlease import outcomes, telemetry
 from kvlease.config import Settings
 from kvlease.v1 import common_pb2, lease_pb2
 from kvlease_connector.background import Background
-from kvlease_connector.blocks import BlockHolder
 from kvlease_connector.claims import Answer, Ask, Claims
-
-if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from kvlease_connector.prefill_meter import PrefillMeter, Spent
+from kvlease_connector.pull_policy import PullPolicy, Verdict
 
 Describe = Callable[[Any], "Ask | Answer"]
 """From a vLLM request with its local tokens to what to ask, or to why not to."""
@@ -34,6 +32,9 @@ class PullingTurn:
 
     conversation: common_pb2.Conversation
     traceparent: str
+    num_local_tokens: int = 0
+    """Of the prompt, in the engine's own prefix cache when the verdict was given."""
+    verdict: Verdict | None = None
     answer: Answer | None = None
     """The claim's answer, once it is there; a miss once nothing is to be read (any more)."""
     future: Future[Answer] | None = None
@@ -43,12 +44,19 @@ class PullingTurn:
     read_over: bool = False
     request_over: bool = False
     read_started: float = 0.0
+    pull_s: float = 0.0
     num_pulled_tokens: int = 0
     span: trace.Span = field(default=trace.INVALID_SPAN)
 
     @property
     def outcome(self) -> common_pb2.Outcome.ValueType:
         return self.answer.outcome if self.answer else common_pb2.OUTCOME_OFF
+
+    @property
+    def source(self) -> tuple[str, str]:
+        """Engine id and incarnation of the lease's holder."""
+        holder = self.answer.holder if self.answer else None
+        return (holder.engine_id, holder.incarnation) if holder else ("", "")
 
 
 class PrefillSide:
@@ -68,8 +76,13 @@ class PrefillSide:
         self._background = background
         self._tracer = tracer
         self._settings = settings
-        self._kv_bytes_per_token = kv_bytes_per_token
         self._clock = clock
+        self.policy = PullPolicy(
+            settings.pull_policy,
+            min_pull_tokens=settings.min_pull_tokens,
+            kv_bytes_per_token=kv_bytes_per_token,
+        )
+        self.meter = PrefillMeter(self.policy, clock)
         self._turns: dict[str, PullingTurn] = {}
 
     def match(
@@ -95,13 +108,13 @@ class PrefillSide:
         assert answer is not None
         if answer.outcome != common_pb2.OUTCOME_HIT or turn.read_tried:
             return 0
-        count = min(answer.usable_tokens, num_prompt_tokens) - num_local_tokens
-        if count < self._settings.min_pull_tokens:
-            self._decline(
-                turn,
-                common_pb2.OUTCOME_MISS_SHORT,
-                f"{count} tokens beyond the {num_local_tokens} in the local cache",
-            )
+        usable = min(answer.usable_tokens, num_prompt_tokens)
+        if turn.verdict is None or turn.num_local_tokens != num_local_tokens:
+            # The local cache has changed since the claim.
+            turn.num_local_tokens = num_local_tokens
+            turn.verdict = self.policy.decide(*turn.source, num_local_tokens, usable, self._clock())
+        if not turn.verdict.pull:
+            self._decline(turn, common_pb2.OUTCOME_MISS_SHORT, turn.verdict.detail)
             return 0
         if self._clock() + self._settings.pull_timeout >= answer.read_by:
             self._decline(
@@ -111,7 +124,7 @@ class PrefillSide:
             )
             return 0
         params.update(answer.params)
-        return count
+        return usable - num_local_tokens
 
     def _begin(
         self, request_id: str, params: Mapping[str, Any], asked: Ask | Answer
@@ -123,6 +136,9 @@ class PrefillSide:
             else common_pb2.Conversation(),
             traceparent=told.get("traceparent") or "",
         )
+        self.meter.follow(request_id)
+        if isinstance(asked, Ask):
+            asked = self._consider(turn, asked)
         if isinstance(asked, Answer):
             turn.answer = asked
             return turn
@@ -132,11 +148,31 @@ class PrefillSide:
         )
         return turn
 
+    def _consider(self, turn: PullingTurn, ask: Ask) -> Ask | Answer:
+        """Before the claim: whether to make it, and how its answer is judged."""
+        if self.policy.mode == "never":
+            return Answer(common_pb2.OUTCOME_OFF, "pulls are turned off: pull_policy is never")
+        num_local, num_prompt = ask.num_local_tokens, len(ask.token_ids)
+        turn.num_local_tokens = num_local
+        early = self.policy.before_claim(num_local, num_prompt, self._clock())
+        if not early.pull:
+            turn.verdict = early
+            return Answer(common_pb2.OUTCOME_MISS_SHORT, early.detail)
+        decide, clock = self.policy.decide, self._clock
+
+        def judge(engine_id: str, incarnation: str, usable: int) -> Verdict:
+            return decide(engine_id, incarnation, num_local, min(usable, num_prompt), clock())
+
+        return replace(ask, judge=judge)
+
     def _answered(self, turn: PullingTurn) -> bool:
         """Whether the claim has come to an end, by its answer or by waiting too long."""
         assert turn.future is not None
         if turn.future.done():
-            turn.answer = turn.future.result()
+            answer = turn.answer = turn.future.result()
+            turn.verdict = answer.verdict
+            if answer.claim_s > 0:
+                self.policy.claimed(answer.claim_s, self._clock())
             return True
         if self._clock() < turn.give_up_at:
             return False
@@ -181,6 +217,7 @@ class PrefillSide:
         turn.read_tried = True
         turn.read_started = self._clock()
         turn.num_pulled_tokens = num_external_tokens
+        self.policy.read_started(*turn.source, turn.verdict, turn.read_started)
         turn.span = self._tracer.start_span(
             "kv.pull",
             context=telemetry.extract({"traceparent": turn.traceparent}),
@@ -188,16 +225,18 @@ class PrefillSide:
             attributes={
                 "kvlease.conversation": turn.conversation.conversation_id,
                 "kvlease.lease_id": answer.lease_id,
-                "kvlease.source_engine": answer.holder.engine_id if answer.holder else "",
+                "kvlease.source_engine": turn.source[0],
                 "kvlease.tokens": num_external_tokens,
-                "kvlease.bytes": num_external_tokens * self._kv_bytes_per_token,
+                "kvlease.bytes": self.policy.bytes_of(num_external_tokens),
                 "kvlease.blocks": sum(len(g) for g in answer.params["remote_block_ids"]),
+                **(turn.verdict.attributes() if turn.verdict else {}),
             },
         )
         return answer.read_by
 
     def received(self, finished: Iterable[str], failed: Iterable[str]) -> None:
         """Reads have ended, ``failed`` ones without the blocks."""
+        self.meter.output()
         failures = set(failed)
         for request_id in finished:
             turn = self._turns.get(request_id)
@@ -218,17 +257,27 @@ class PrefillSide:
         turn.span.end()
         if failed:
             self._close(turn.conversation, answer, lease_pb2.READ_RESULT_FAILED)
-            holder = answer.holder.engine_id if answer.holder else "the holder"
+            holder = turn.source[0] or "the holder"
             turn.answer = Answer(common_pb2.OUTCOME_MISS_ENGINE, f"the read from {holder} failed")
             turn.num_pulled_tokens = 0
-        else:
-            self._close(turn.conversation, answer, lease_pb2.READ_RESULT_DONE)
+            return
+        self._close(turn.conversation, answer, lease_pb2.READ_RESULT_DONE)
+        turn.pull_s = seconds
+        at_least_s, at_most_s = self.meter.read_bounds(turn.read_started)
+        self.policy.read_ended(
+            *turn.source,
+            turn.num_pulled_tokens,
+            at_least_s=at_least_s,
+            at_most_s=at_most_s,
+            now=self._clock(),
+        )
 
     def finished(self, request_id: str, num_prompt_tokens: int) -> dict[str, Any]:
         """The request has ended, in whatever way. Returns what the router is told."""
         turn = self._turns.get(request_id)
+        spent = self.meter.leave(request_id)
         if turn is None:
-            return _report(None, num_prompt_tokens)
+            return _report(PullingTurn(common_pb2.Conversation(), ""), num_prompt_tokens)
         if turn.read_tried and not turn.read_over:
             # Aborted while its blocks were being read: the ticket stays open until the
             # worker reports that the read has ended (see received).
@@ -236,7 +285,10 @@ class PrefillSide:
         else:
             del self._turns[request_id]
             self._leave(turn)
-        return _report(turn, num_prompt_tokens)
+        return {
+            **_report(turn, num_prompt_tokens),
+            **_costs(turn, spent, self.policy.bytes_of(turn.num_pulled_tokens)),
+        }
 
     def _leave(self, turn: PullingTurn) -> None:
         """Closes the ticket of a request that ended before it read."""
@@ -252,64 +304,28 @@ class PrefillSide:
             self._abandon_late(conversation, turn.answer)
 
 
-def _report(turn: PullingTurn | None, num_prompt_tokens: int) -> dict[str, Any]:
-    answer = turn.answer if turn else None
+def _report(turn: PullingTurn, num_prompt_tokens: int) -> dict[str, Any]:
+    answer = turn.answer
     return {
-        "outcome": outcomes.word(turn.outcome if turn else common_pb2.OUTCOME_OFF),
-        "reused_tokens": turn.num_pulled_tokens if turn else 0,
+        "outcome": outcomes.word(turn.outcome),
+        "reused_tokens": turn.num_pulled_tokens,
         "prompt_tokens": num_prompt_tokens,
         "detail": answer.detail if answer else "",
         "lease_traceparent": answer.lease_traceparent if answer else "",
     }
 
 
-class Handoffs:
-    """Prompts' blocks that wait for the decode engine to fetch them."""
-
-    @dataclass(slots=True)
-    class _Held:
-        blocks: list[KVCacheBlock]
-        reads_left: int
-        free_at: float
-
-    def __init__(self, holder: BlockHolder) -> None:
-        self._holder = holder
-        self._held: dict[str, Handoffs._Held] = {}
-        self.retained_blocks = 0
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def hold(self, request_id: str, num_blocks: list[int], *, reads: int, free_at: float) -> None:
-        """Keeps a finished request's blocks until ``reads`` workers have read them, or
-        until ``free_at``."""
-        blocks = self._holder.hold(request_id, num_blocks)
-        self._held[request_id] = self._Held(blocks, reads, free_at)
-        self.retained_blocks += len(blocks)
-
-    def read(self, counts: Mapping[str, int]) -> None:
-        """Workers have read the blocks of these requests so many times."""
-        for request_id, count in counts.items():
-            held = self._held.get(request_id)
-            if held is not None:
-                held.reads_left -= count
-                if held.reads_left <= 0:
-                    self._free(request_id)
-
-    def drain(self, now: float) -> None:
-        """Frees what was not fetched in time."""
-        for request_id in [key for key, held in self._held.items() if held.free_at <= now]:
-            self._free(request_id)
-
-    def expired_blocks(self, now: float) -> int:
-        """Blocks that the next drain frees. Safe to call from another thread."""
-        return sum(len(held.blocks) for held in list(self._held.values()) if held.free_at <= now)
-
-    def expired(self, now: float) -> int:
-        """Handoffs that the next drain ends. Safe to call from another thread."""
-        return sum(1 for held in list(self._held.values()) if held.free_at <= now)
-
-    def _free(self, request_id: str) -> None:
-        held = self._held.pop(request_id)
-        self.retained_blocks -= len(held.blocks)
-        self._holder.release(held.blocks)
+def _costs(turn: PullingTurn, spent: Spent, num_bytes: int) -> dict[str, Any]:
+    """What was expected, and what came of it; only what is known."""
+    verdict = turn.verdict or Verdict(False)
+    pulled = turn.pull_s > 0
+    costs = {
+        "predicted_pull_s": verdict.predicted_pull_s,
+        "predicted_compute_s": verdict.predicted_compute_s,
+        "pull_s": turn.pull_s if pulled else None,
+        "pull_bytes": num_bytes if pulled else None,
+        "pull_source": turn.source[0] if pulled else None,
+        "prefill_s": spent.seconds or None,
+        "predicted_prefill_s": spent.predicted_s or None,
+    }
+    return {name: value for name, value in costs.items() if value is not None}

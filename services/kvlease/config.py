@@ -104,8 +104,13 @@ class Settings(BaseModel):
     )
 
     # Pulling
+    pull_policy: Literal["adaptive", "threshold", "always", "never"] = Field(
+        "adaptive",
+        description="when proven tokens are read: adaptive (if that is faster than computing "
+        "them, by what was measured), threshold (from min_pull_tokens on), always, never",
+    )
     min_pull_tokens: int = Field(
-        64, ge=1, description="fewer reusable tokens than this are recomputed"
+        64, ge=1, description="fewer reusable tokens than this are recomputed, unless always"
     )
     claim_timeout: float = Field(
         0.05, gt=0, description="a claim without an answer by then is a miss_timeout"
