@@ -267,6 +267,7 @@ class PrefillSide:
         self.policy.read_ended(
             *turn.source,
             turn.num_pulled_tokens,
+            turn.verdict,
             at_least_s=at_least_s,
             at_most_s=at_most_s,
             now=self._clock(),

@@ -203,17 +203,17 @@ class PullPolicy:
     ) -> None:
         """A read begins. The source is not explored again at the same time."""
         source = self._source(engine_id, incarnation, now)
-        excess = 0.0
-        if verdict and verdict.predicted_pull_s and verdict.predicted_compute_s:
-            excess = max(0.0, verdict.predicted_pull_s - verdict.predicted_compute_s)
-        source.explore_at = now + max(EXPLORE_EVERY_S, excess / EXPLORE_SHARE)
         source.used_at = now
+        source.explore_at = now + EXPLORE_EVERY_S
+        if verdict and verdict.predicted_pull_s is not None:
+            source.explore_at = _next_try(verdict, verdict.predicted_pull_s, now)
 
     def read_ended(
         self,
         engine_id: str,
         incarnation: str,
         num_tokens: int,
+        verdict: Verdict | None,
         *,
         at_least_s: float,
         at_most_s: float,
@@ -223,6 +223,8 @@ class PullPolicy:
         looks between two steps only, and a step may compute other requests for seconds.
         Of what is between the two, the nearest to what was expected counts."""
         source = self._source(engine_id, incarnation, now)
+        if verdict:
+            source.explore_at = _next_try(verdict, at_most_s, now)
         source.reads += 1
         if source.reads == 1:
             return  # the first read waits for the two engines to shake hands
@@ -244,6 +246,15 @@ class PullPolicy:
             del self._sources[min(self._sources, key=lambda key: self._sources[key].used_at)]
         source = self._sources[engine_id] = _Source(incarnation, used_at=now)
         return source
+
+
+def _next_try(verdict: Verdict, pull_s: float, now: float) -> float:
+    """When a source may be explored again after a pull that takes ``pull_s``: at once if
+    the pull pays off."""
+    if verdict.predicted_compute_s is None:
+        return now + EXPLORE_EVERY_S
+    excess = pull_s - verdict.predicted_compute_s
+    return now + max(EXPLORE_EVERY_S, excess / EXPLORE_SHARE) if excess > 0 else now
 
 
 def _attention(chunk: Chunk) -> float:
