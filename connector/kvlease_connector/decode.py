@@ -213,8 +213,7 @@ class DecodeSide:
                 references=lambda block: block.ref_cnt,
             )
             chosen = self._table.give_up(choice.lease_ids)
-        for entry in chosen:
-            self._revocations.begin(entry)
+        self._revoke(chosen)
         return choice.coming
 
     def _add(self, entry: Entry, kept: _Kept) -> bool:
@@ -253,9 +252,17 @@ class DecodeSide:
                     self._retained.remove(kept.blocks)
                     return False
                 chosen = self._table.give_up(choice.lease_ids)
-        for other in chosen:
-            self._revocations.begin(other)
+        self._revoke(chosen)
         return True
+
+    def _revoke(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            self._revocations.begin(entry)
+        if entries:
+            log.info(
+                "leases given up for their blocks",
+                conversations=[entry.conversation.conversation_id for entry in entries],
+            )
 
     def _candidates(self) -> list[Candidate]:
         """Leases that can be given up. Under the lock."""
