@@ -69,13 +69,22 @@ async def test_the_turn_says_what_became_of_it(stack: Stack, receiver: Receiver)
     granted = f"00-{'c' * 32}-{'d' * 16}-01"
     prefill.report |= {
         "outcome": "hit", "reused_tokens": 64, "detail": "4 of 4", "lease_traceparent": granted,
+        "predicted_pull_s": 0.03, "predicted_compute_s": 1.5, "pull_s": 0.02, "prefill_s": 0.4,
     }  # fmt: skip
     await ask(stack)
     await stack.grant(stack.engines["decode-0"], "c", turn=1)
 
     trace_id = await ask(stack, stream=True)
 
-    turn = (await spans(receiver, trace_id, "turn"))["turn"]
+    found = await spans(receiver, trace_id, "turn", "prefill")
+    costs = {
+        "kvlease.predicted_pull_s": 0.03,
+        "kvlease.predicted_compute_s": 1.5,
+        "kvlease.pull_s": 0.02,
+        "kvlease.prefill_s": 0.4,
+    }
+    assert costs.items() <= found["prefill"].attributes.items()
+    turn = found["turn"]
     expected = {
         "gen_ai.operation.name": "chat",
         "gen_ai.request.model": "sim",

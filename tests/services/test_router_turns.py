@@ -112,6 +112,38 @@ async def test_the_outcome_is_told_in_headers(stack: Stack) -> None:
     assert await stack.metric("kvlease_turns_in_flight") == 0
 
 
+async def test_what_pulls_and_prefills_cost_is_in_metrics_beside_what_was_expected(
+    stack: Stack,
+) -> None:
+    prefill = stack.engines["prefill-0"]
+    assert prefill.report is not None
+    prefill.report |= {
+        "outcome": "hit",
+        "predicted_pull_s": 0.03,
+        "predicted_compute_s": 1.5,
+        "pull_s": 0.02,
+        "pull_bytes": 5000,
+        "pull_source": "decode-0",
+        "prefill_s": 0.4,
+        "predicted_prefill_s": 0.5,
+    }
+    for _ in range(2):
+        async with stack.client.post(stack.url + CHAT, json=chat(conversation_id="c")) as response:
+            await response.read()
+
+    source, engine = '{source="decode-0"}', '{engine_id="prefill-0"}'
+    assert await stack.metric(f"kvlease_pull_bytes_total{source}") == 10_000
+    assert await stack.metric(f"kvlease_pull_seconds_count{source}") == 2
+    for name, seconds in {
+        f"kvlease_pull_seconds_sum{source}": 0.02,
+        f"kvlease_pull_predicted_seconds_sum{source}": 0.03,
+        f"kvlease_pull_predicted_compute_seconds_sum{source}": 1.5,
+        f"kvlease_prefill_seconds_sum{engine}": 0.4,
+        f"kvlease_prefill_predicted_seconds_sum{engine}": 0.5,
+    }.items():
+        assert await stack.metric(name) == pytest.approx(2 * seconds), name
+
+
 async def test_turns_are_counted_by_the_lease_service(stack: Stack) -> None:
     numbers = []
     for _ in range(3):

@@ -72,7 +72,7 @@ REMOTE = {"do_remote_prefill": True, "remote_block_ids": [[1]], "newer": {"x": [
 
 
 def test_the_prefill_half_asks_for_a_handoff_and_names_nothing_remote() -> None:
-    params = handoff.prefill_params(INFO, reuse=False, traceparent="tp")
+    params = handoff.prefill_params(INFO, reuse=False, readers=3, traceparent="tp")
 
     assert params["do_remote_decode"] is True
     assert all(params[f"remote_{name}"] is None for name in ("engine_id", "host", "port"))
@@ -81,6 +81,7 @@ def test_the_prefill_half_asks_for_a_handoff_and_names_nothing_remote() -> None:
         "conversation_id": "c",
         "turn": 3,
         "reuse": False,
+        "readers": 3,
         "traceparent": "tp",
     }
 
@@ -144,6 +145,23 @@ def test_reused_tokens_count_only_with_a_hit() -> None:
 
     assert reused("hit") == 64
     assert reused("miss_engine") == 0
+
+
+def costs(**ours: Any) -> handoff.Costs:
+    return handoff.from_answer({"kv_transfer_params": {**REMOTE, "kvlease": ours}}).costs
+
+
+def test_what_a_turn_cost_and_was_expected_to_cost_is_read() -> None:
+    known = {"pull_s": 0.02, "pull_bytes": 9000, "pull_source": "decode-0", "prefill_s": 1}
+    assert costs(outcome="hit", **known) == handoff.Costs(
+        pull_s=0.02, pull_bytes=9000, pull_source="decode-0", prefill_s=1.0
+    )
+    assert costs(predicted_pull_s=0.5).attributes() == {"kvlease.predicted_pull_s": 0.5}
+
+
+@pytest.mark.parametrize("wrong", [None, "x", -1, 0, [1]])
+def test_costs_that_are_no_numbers_are_not_known(wrong: Any) -> None:
+    assert costs(pull_s=wrong, pull_bytes=wrong, predicted_pull_s=wrong) == handoff.Costs()
 
 
 @pytest.mark.parametrize("ours", [{"outcome": "new_word"}, {"outcome": None}, {"outcome": ["a"]}])

@@ -28,6 +28,35 @@ class TurnInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class Costs:
+    """What a prefill engine expected of a turn, and what came of it: seconds and bytes. A
+    value is None where the engine does not say."""
+
+    predicted_pull_s: float | None = None
+    """Of the decision whether to pull: both predictions are for the same tokens."""
+    predicted_compute_s: float | None = None
+    pull_s: float | None = None
+    """None: nothing was pulled."""
+    pull_bytes: int = 0
+    pull_source: str = ""
+    """The decode engine's id."""
+    prefill_s: float | None = None
+    """Of the engine's steps, for the part of the prompt that it computed."""
+    predicted_prefill_s: float | None = None
+
+    def attributes(self) -> dict[str, float]:
+        """For a span: what is known, under our names."""
+        values = {
+            "kvlease.predicted_pull_s": self.predicted_pull_s,
+            "kvlease.predicted_compute_s": self.predicted_compute_s,
+            "kvlease.pull_s": self.pull_s,
+            "kvlease.prefill_s": self.prefill_s,
+            "kvlease.predicted_prefill_s": self.predicted_prefill_s,
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
 class Handoff:
     """What a prefill engine answered. ``params`` None: there is nothing to read from it,
     and the decode engine computes the prompt. ``ttl_s``: how long it keeps the prompt's
@@ -40,6 +69,7 @@ class Handoff:
     detail: str = ""
     ttl_s: float = 0.0
     lease_traceparent: str = ""
+    costs: Costs = Costs()
 
 
 MISS_ENGINE = outcomes.word(common_pb2.OUTCOME_MISS_ENGINE)
@@ -126,6 +156,22 @@ def from_answer(answer: object) -> Handoff:
         detail=str(ours.get("detail") or ""),
         ttl_s=float(_number(ours.get("handoff_ttl_s"), float)),
         lease_traceparent=str(ours.get("lease_traceparent") or ""),
+        costs=_costs(ours),
+    )
+
+
+def _costs(ours: Mapping[str, Any]) -> Costs:
+    def seconds(name: str) -> float | None:
+        return float(_number(ours.get(name), float)) or None
+
+    return Costs(
+        predicted_pull_s=seconds("predicted_pull_s"),
+        predicted_compute_s=seconds("predicted_compute_s"),
+        pull_s=seconds("pull_s"),
+        pull_bytes=_number(ours.get("pull_bytes")),
+        pull_source=str(ours.get("pull_source") or ""),
+        prefill_s=seconds("prefill_s"),
+        predicted_prefill_s=seconds("predicted_prefill_s"),
     )
 
 

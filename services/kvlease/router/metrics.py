@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kvlease.router.engines import Engines
+from kvlease.router.handoff import Costs
 
 # From a local cache hit on a GPU to a long prompt recomputed on a CPU.
 _TTFT_BUCKETS = (
     0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.2, 1.6, 2.4, 3.2, 5, 7.5, 10, 15, 20, 30, 45, 60, 120,
+)  # fmt: skip
+
+# From a small read through shared memory to one that its timeout ends.
+_PULL_BUCKETS = (
+    0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.12, 0.25, 0.5, 1, 2, 4,
 )  # fmt: skip
 
 
@@ -58,6 +64,66 @@ class Metrics:
             "Turns that the lease service could not be asked about.",
             registry=self.registry,
         )
+
+        self._add_costs()
+
+    def _add_costs(self) -> None:
+        """What prefill engines expected of turns, beside what came of it."""
+
+        def histogram(name: str, text: str, label: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(name, text, [label], buckets=buckets, registry=self.registry)
+
+        self.pull = histogram(
+            "kvlease_pull_seconds",
+            "Reads of leased blocks that succeeded, by the decode engine they came from.",
+            "source",
+            _PULL_BUCKETS,
+        )
+        self.pull_predicted = histogram(
+            "kvlease_pull_predicted_seconds",
+            "How long reads were expected to take, before they began.",
+            "source",
+            _PULL_BUCKETS,
+        )
+        self.pull_compute_predicted = histogram(
+            "kvlease_pull_predicted_compute_seconds",
+            "How long computing the tokens that were read instead was expected to take.",
+            "source",
+            _TTFT_BUCKETS,
+        )
+        self.pull_bytes = Counter(
+            "kvlease_pull_bytes",
+            "Bytes of KV cache read from a decode engine.",
+            ["source"],
+            registry=self.registry,
+        )
+        self.prefill = histogram(
+            "kvlease_prefill_seconds",
+            "A turn's part of a prefill engine's steps.",
+            "engine_id",
+            _TTFT_BUCKETS,
+        )
+        self.prefill_predicted = histogram(
+            "kvlease_prefill_predicted_seconds",
+            "What that was expected to be when the steps began.",
+            "engine_id",
+            _TTFT_BUCKETS,
+        )
+
+    def observe(self, engine_id: str, costs: Costs) -> None:
+        """A prefill engine has answered."""
+        if costs.prefill_s is not None:
+            self.prefill.labels(engine_id).observe(costs.prefill_s)
+        if costs.predicted_prefill_s is not None:
+            self.prefill_predicted.labels(engine_id).observe(costs.predicted_prefill_s)
+        if costs.pull_s is None:
+            return
+        self.pull.labels(costs.pull_source).observe(costs.pull_s)
+        self.pull_bytes.labels(costs.pull_source).inc(costs.pull_bytes)
+        if costs.predicted_pull_s is not None:
+            self.pull_predicted.labels(costs.pull_source).observe(costs.predicted_pull_s)
+        if costs.predicted_compute_s is not None:
+            self.pull_compute_predicted.labels(costs.pull_source).observe(costs.predicted_compute_s)
 
     def show(self, engines: Engines) -> None:
         """Adds the engines as this router sees them."""

@@ -99,6 +99,7 @@ async def _once(
         result = _understood(engine, response, raw)
         tools.engines.trust(engine)
         _describe(span, result)
+        tools.metrics.observe(engine.engine_id, result.costs)
         return result
 
 
@@ -123,5 +124,6 @@ def _describe(span: Span, result: Handoff) -> None:
             "kvlease.prompt_tokens": result.prompt_tokens,
             "kvlease.reused_tokens": result.reused_tokens,
             "kvlease.detail": result.detail,
+            **result.costs.attributes(),
         }
     )
