@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+
+import eviction
 
 from kvlease_connector import value
 from kvlease_connector.value import Belief, Pauses, keep_value
@@ -184,3 +191,21 @@ def test_value_is_tokens_saved_a_block_times_the_chance() -> None:
     assert keep_value(1280, 10, 0.5) == 64.0
     assert keep_value(1153, 10, 0.5) < keep_value(1280, 10, 0.5)
     assert keep_value(1280, 10, 0.1) < keep_value(1280, 10, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("spread", "variety", "times"),
+    [(0.3, 0.0, 2.0), (0.7, 0.0, 1.5), (1.3, 0.0, 1.0), (0.5, 1.5, 1.4)],
+)
+def test_a_working_set_larger_than_the_budget_hits_more_often_than_oldest_first(
+    spread: float, variety: float, times: float
+) -> None:
+    workload = eviction.Workload(spread, variety, conversations=30, in_all=120)
+    ours, oldest = (
+        sum(
+            eviction.hits(workload, eviction.POLICIES[name], budget=6, seed=seed)
+            for seed in range(3)
+        )
+        for name in ("least chance soon (kvlease)", "oldest first")
+    )
+    assert ours > times * oldest
