@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 
 import pytest
@@ -15,6 +16,7 @@ from engines.turns import (
     new_conversation,
     text,
 )
+from otlp_receiver import Receiver
 
 CHUNK_TOKENS = 256
 """Two of the CPU build's KV blocks of 128 tokens."""
@@ -229,3 +231,34 @@ def test_several_answers_to_one_prompt_share_its_prefill(client: Client) -> None
         {"role": "user", "content": "and then?"},
     ]
     assert client.chat(third_prompt, conversation).outcome == "hit"
+
+
+def test_what_pulling_and_computing_take_is_predicted(client: Client, receiver: Receiver) -> None:
+    # given two conversations from which the engine learns what reads and prompts take
+    taken: dict[str, list[float]] = {"pull": [], "compute": []}
+    for seed in (11, 12):
+        conversation = new_conversation("predicted")
+        prompt = [SYSTEM, {"role": "user", "content": text(1400, seed=seed)}]
+        for number in range(4):
+            turn = client.chat(prompt, conversation)
+            again = client.recomputed(prompt)
+            # when a turn of the second one hits
+            if seed == 12 and number > 0:
+                assert turn.outcome == "hit"
+                spans = receiver.wait_for(turn.trace_id, "kv.pull", "prefill", timeout_s=20)
+                alone = receiver.wait_for(again.trace_id, "prefill", timeout_s=20)["prefill"]
+                pull, prefill = spans["kv.pull"].attributes, spans["prefill"].attributes
+                # then both predictions are on its spans, beside what happened
+                assert prefill["kvlease.pull_s"] == pull["kvlease.seconds"]
+                saved = alone.attributes["kvlease.prefill_s"] - prefill["kvlease.prefill_s"]
+                taken["pull"].append(pull["kvlease.seconds"] / pull["kvlease.predicted_pull_s"])
+                taken["compute"].append(saved / pull["kvlease.predicted_compute_s"])
+                assert prefill["kvlease.predicted_pull_s"] == pull["kvlease.predicted_pull_s"]
+            prompt = [
+                *prompt,
+                {"role": "assistant", "content": turn.text},
+                {"role": "user", "content": text(200, seed=100 + number)},
+            ]
+    # and they are what may be expected (other work on this machine makes single ones wrong)
+    for what, factors in taken.items():
+        assert 1 / 5 < statistics.median(factors) < 5, (what, factors)
