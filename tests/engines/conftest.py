@@ -75,10 +75,10 @@ class EngineStack(Stack):
 @pytest.fixture(scope="session")
 def needs_engines() -> None:
     """For tests that start engines by themselves: skipped, or failed, where none can run."""
-    _require_engines()
+    require_engines()
 
 
-def _require_engines() -> None:
+def require_engines() -> None:
     try:
         launch.check_vllm()
     except ConfigError as error:
@@ -109,7 +109,7 @@ def engine_stack(
 ) -> Iterator[EngineStack]:
     """One stack for all tests: etcd, the services, a prefill and a decode engine, and
     addresses for a second one of each. Use ``stack`` instead: that one is in order."""
-    _require_engines()
+    require_engines()
     stack = EngineStack(
         Options(
             directory=tmp_path_factory.mktemp("stack"),
@@ -166,7 +166,7 @@ def second_decode(engine_stack: EngineStack) -> Iterator[str]:
 @pytest.fixture
 def start_stack(tmp_path: Path, model: Path) -> Iterator[Callable[..., Stack]]:
     """Starts a stack of the test's own, with :class:`Options`' arguments."""
-    _require_engines()
+    require_engines()
     started: list[Stack] = []
 
     def start(**options: object) -> Stack:

@@ -1,0 +1,364 @@
+"""Real faults on real processes, each with the same questions: was a request failed that
+recomputation could have answered, was an answer wrong, does anything stay behind, and do
+turns hit again without a human? The rows are printed as a table at the end.
+
+Reads go over TCP here (two engines of one host would read through shared memory, which a
+stopped engine does not hinder).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import pytest
+from engines.conftest import MODEL, require_engines
+from engines.turns import Client, Message, Turn, new_conversation, text
+from etcd_server import EtcdCluster
+
+from kvlease.cli.parts import Options
+from kvlease.cli.stack import Stack
+from kvlease.v1 import common_pb2, lease_pb2, lease_pb2_grpc, registry_pb2, registry_pb2_grpc
+
+SETTINGS = ("session_ttl=3", "retention_ttl=60", "claim_grace=5", "handoff_ttl=10")
+RECOVERY_S = 40.0
+"""Turns must hit again within this time after the fault is over."""
+
+LEAK_S = 20.0
+"""Blocks of ended conversations must be free by then; the claim grace and some slack."""
+
+
+@dataclass
+class Row:
+    """What was seen of one fault."""
+
+    fault: str
+    turns: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    errors: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    leaked_blocks: int = 0
+    first_hit_s: float | None = None
+
+
+@dataclass
+class Plant:
+    """The stack under test and its etcd."""
+
+    stack: Stack
+    etcd: EtcdCluster
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def client(self) -> Client:
+        return Client(self.stack.endpoints["router_http"], MODEL)
+
+    def lease(self, conversation: str) -> lease_pb2.Lease | None:
+        with grpc.insecure_channel(self.stack.plan.lease_grpc[0]) as channel:
+            key = common_pb2.Conversation(
+                tenant="default", model=MODEL, conversation_id=conversation
+            )
+            request = lease_pb2.GetLeaseRequest(conversation=key)
+            try:
+                found: lease_pb2.Lease = lease_pb2_grpc.LeaseServiceStub(channel).GetLease(
+                    request, timeout=2
+                )
+            except grpc.RpcError:
+                return None
+            return found
+
+    def usage(self) -> dict[str, registry_pb2.BlockUsage]:
+        with grpc.insecure_channel(self.stack.plan.registry_grpc) as channel:
+            stub = registry_pb2_grpc.RegistryStub(channel)
+            engines = stub.ListEngines(registry_pb2.ListEnginesRequest(), timeout=5).engines
+            return {engine.engine_id: engine.usage for engine in engines}
+
+
+@pytest.fixture(scope="module")
+def plant(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Plant]:
+    require_engines()
+    cluster = EtcdCluster(tmp_path_factory.mktemp("etcd-cluster"))
+    cluster.start()
+    stack = Stack(
+        Options(
+            directory=tmp_path_factory.mktemp("faults"),
+            etcd=cluster.endpoints,
+            model=model,
+            decode=2,
+            lease_replicas=2,
+            prefill_prefix_cache=False,
+            assignments=SETTINGS,
+            env={**os.environ, "UCX_TLS": "tcp"},
+        ),
+        progress=lambda line: print(f"faults: {line}", file=sys.__stderr__, flush=True),
+    )
+    try:
+        stack.start()
+        plant = Plant(stack, cluster)
+        yield plant
+        print_table(plant.rows)
+    finally:
+        stack.stop()
+        cluster.kill()
+
+
+class Talk:
+    """A conversation whose every answer is kept, to be checked when all runs again."""
+
+    def __init__(self, plant: Plant, row: Row, seed: int, chars: int = 1200) -> None:
+        self.plant, self.row = plant, row
+        self.conversation = new_conversation(row.fault)
+        self.messages: list[Message] = [{"role": "user", "content": text(chars, seed)}]
+        self.answers: list[tuple[list[Message], Turn]] = []
+        self.seed = seed
+        self.send(self.messages)
+
+    def send(self, messages: list[Message]) -> Turn | None:
+        self.row.turns += 1
+        try:
+            turn = self.plant.client.chat(messages, self.conversation)
+        except (AssertionError, OSError) as error:
+            self.row.errors.append(str(error))
+            return None
+        self.messages = messages
+        self.row.outcomes[turn.outcome] += 1
+        self.answers.append((messages, turn))
+        return turn
+
+    def go_on(self) -> Turn | None:
+        self.seed += 1
+        last = self.answers[-1][1].text if self.answers else ""
+        return self.send(
+            [
+                *self.messages,
+                {"role": "assistant", "content": last},
+                {"role": "user", "content": text(120, self.seed)},
+            ]
+        )
+
+    def check(self) -> None:
+        for messages, turn in self.answers[1:]:
+            again = self.plant.client.recomputed(messages)
+            pairs = zip(turn.first_logprobs, again.first_logprobs, strict=True)
+            if turn.prompt_ids != again.prompt_ids or any(abs(a - b) > 1e-3 for a, b in pairs):
+                self.row.wrong.append(f"turn {turn.number} ({turn.outcome})")
+
+
+Fault = Callable[[Plant, Talk], Callable[[], None]]
+"""Starts the fault; what it returns ends it."""
+
+
+def etcd_leader_killed(plant: Plant, talk: Talk) -> Callable[[], None]:
+    leader = plant.etcd.leader()
+    leader.kill()
+    return leader.start
+
+
+def etcd_killed(plant: Plant, talk: Talk) -> Callable[[], None]:
+    plant.etcd.kill()
+    return plant.etcd.start
+
+
+def etcd_paused(plant: Plant, talk: Talk) -> Callable[[], None]:
+    for member in plant.etcd.members:
+        member.pause()
+
+    def resume() -> None:
+        for member in plant.etcd.members:
+            member.resume()
+
+    return resume
+
+
+def etcd_compacted(plant: Plant, talk: Talk) -> Callable[[], None]:
+    # A watch that cannot go on where it was: its replica sleeps while history goes.
+    plant.stack.send("lease-0", signal.SIGSTOP)
+    talk.go_on()
+    plant.etcd.members[0].compact()
+    return lambda: plant.stack.send("lease-0", signal.SIGCONT)
+
+
+def lease_service_killed_at_each_step(plant: Plant, talk: Talk) -> Callable[[], None]:
+    # Somewhere between a turn's start, its claim and its grant.
+    for delay_s in (0.01, 0.05, 0.4, 1.2):
+        thread = threading.Thread(target=talk.go_on)
+        thread.start()
+        time.sleep(delay_s)
+        for name in ("lease-0", "lease-1"):
+            plant.stack.kill(name)
+        thread.join()
+        for name in ("lease-0", "lease-1"):
+            plant.stack.start_part(name)
+    return lambda: None
+
+
+def registry_killed(plant: Plant, talk: Talk) -> Callable[[], None]:
+    plant.stack.kill("registry")
+    return lambda: plant.stack.start_part("registry")
+
+
+def decode_paused(plant: Plant, talk: Talk) -> Callable[[], None]:
+    holder = wait_holder(plant, talk)
+    plant.stack.send(holder, signal.SIGSTOP)
+    time.sleep(5)  # longer than its session lives
+    return lambda: plant.stack.send(holder, signal.SIGCONT)
+
+
+def decode_killed(plant: Plant, talk: Talk) -> Callable[[], None]:
+    holder = wait_holder(plant, talk)
+    plant.stack.kill(holder)
+    return lambda: plant.stack.start_part(holder)
+
+
+def decode_stopped_in_a_read(plant: Plant, talk: Talk) -> Callable[[], None]:
+    # A long history, so that the read takes a while.
+    for seed in (71, 72):
+        talk.send([*talk.messages, {"role": "user", "content": text(5000, seed)}])
+    holder = wait_holder(plant, talk)
+    thread = threading.Thread(target=talk.go_on)
+    thread.start()
+    wait(lambda: bool((lease := plant.lease(talk.conversation)) and lease.tickets), "a claim")
+    plant.stack.send(holder, signal.SIGSTOP)
+    thread.join()
+    return lambda: plant.stack.send(holder, signal.SIGCONT)
+
+
+def prefill_killed_after_its_claim(plant: Plant, talk: Talk) -> Callable[[], None]:
+    wait_holder(plant, talk)
+    long = [*talk.messages, {"role": "user", "content": text(5000, 81)}]
+    thread = threading.Thread(target=lambda: talk.send(long))
+    thread.start()
+    wait(
+        lambda: bool((lease := plant.lease(talk.conversation)) and lease.claim_count),
+        "a claim",
+    )
+    plant.stack.kill("prefill-0")
+    thread.join()
+    return lambda: plant.stack.start_part("prefill-0")
+
+
+def all_engines_restarted(plant: Plant, talk: Talk) -> Callable[[], None]:
+    names = ("prefill-0", "decode-0", "decode-1")
+    for name in names:
+        plant.stack.kill(name)
+    for name in names:
+        plant.stack.start_part(name, wait=False)
+    for name in names:
+        plant.stack.wait_part(name)
+    return lambda: None
+
+
+FAULTS: list[tuple[Fault, int]] = [
+    (etcd_leader_killed, 2),
+    (etcd_killed, 2),
+    (etcd_paused, 2),
+    (etcd_compacted, 1),
+    (lease_service_killed_at_each_step, 0),
+    (registry_killed, 2),
+    (decode_paused, 1),
+    (decode_stopped_in_a_read, 0),
+    (prefill_killed_after_its_claim, 1),
+    (decode_killed, 2),
+    (all_engines_restarted, 0),
+]
+"""Faults, and how many turns run while each lasts (besides those it runs itself)."""
+
+
+@pytest.mark.parametrize(
+    ("fault", "turns_meanwhile"), FAULTS, ids=lambda x: getattr(x, "__name__", None)
+)
+def test_a_fault_costs_recomputation_and_nothing_else(
+    plant: Plant, fault: Fault, turns_meanwhile: int
+) -> None:
+    row = Row(fault.__name__)
+    plant.rows.append(row)
+    # given a conversation whose turns hit
+    talk = Talk(plant, row, seed=hash_free_seed(fault.__name__))
+    wait_holder(plant, talk)
+    assert (turn := talk.go_on()) is not None
+    assert turn.outcome == "hit"
+    # when a fault comes, lasts for some turns, and goes
+    end_fault = fault(plant, talk)
+    for _ in range(turns_meanwhile):
+        talk.go_on()
+    end_fault()
+    # then turns hit again, every answer is that of recomputation, and nothing stays behind
+    row.first_hit_s = seconds_to_first_hit(talk)
+    talk.check()
+    row.leaked_blocks = blocks_left_after_the_end(plant)
+    print_table([row])
+    assert row.errors == []
+    assert row.wrong == []
+    assert row.leaked_blocks == 0
+    assert row.first_hit_s is not None
+
+
+def hash_free_seed(name: str) -> int:
+    """The same in every process."""
+    return sum(map(ord, name))
+
+
+def seconds_to_first_hit(talk: Talk) -> float | None:
+    started = time.monotonic()
+    while time.monotonic() - started < RECOVERY_S:
+        turn = talk.go_on()
+        if turn is not None and turn.outcome == "hit":
+            return time.monotonic() - started
+        time.sleep(0.5)
+    return None
+
+
+def blocks_left_after_the_end(plant: Plant) -> int:
+    """Blocks that engines still retain after all conversations were ended."""
+    with grpc.insecure_channel(plant.stack.plan.lease_grpc[0]) as channel:
+        stub = lease_pb2_grpc.LeaseServiceStub(channel)
+        for lease in stub.ListLeases(lease_pb2.ListLeasesRequest(), timeout=5).leases:
+            stub.EndConversation(
+                lease_pb2.EndConversationRequest(conversation=lease.conversation), timeout=5
+            )
+    deadline = time.monotonic() + LEAK_S
+    while time.monotonic() < deadline:
+        usage = plant.usage()
+        left = sum(engine.retained_blocks for engine in usage.values())
+        if left == 0 and len(usage) == 3:
+            return 0
+        time.sleep(0.2)
+    return left or -1
+
+
+def wait_holder(plant: Plant, talk: Talk) -> str:
+    wait(lambda: plant.lease(talk.conversation) is not None, "a lease")
+    lease = plant.lease(talk.conversation)
+    assert lease is not None
+    return lease.holder_engine_id
+
+
+def wait(condition: Callable[[], bool], what: str, patience_s: float = 20.0) -> None:
+    deadline = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {patience_s} s: {what}"
+        time.sleep(0.002)
+
+
+def print_table(rows: list[Row]) -> None:
+    """On the terminal, also where pytest captures output."""
+    lines = [
+        f"{'fault':36} {'turns':>5} {'hits':>4}  {'misses':44} {'errors':>6} {'wrong':>5} "
+        f"{'leaked':>6} {'first hit':>9}"
+    ]
+    for row in rows:
+        misses = ", ".join(f"{n} {w}" for w, n in sorted(row.outcomes.items()) if w != "hit")
+        first = "never" if row.first_hit_s is None else f"{row.first_hit_s:.1f} s"
+        lines.append(
+            f"{row.fault:36} {row.turns:5} {row.outcomes['hit']:4}  {misses:44} "
+            f"{len(row.errors):6} {len(row.wrong):5} {row.leaked_blocks:6} {first:>9}"
+        )
+    print("\n" + "\n".join(lines), file=sys.__stderr__, flush=True)
