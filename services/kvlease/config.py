@@ -80,6 +80,12 @@ class Settings(BaseModel):
     claim_margin: float = Field(
         1.0, ge=0, description="a lease with less time left than this is not claimed"
     )
+    clock_tolerance: float = Field(
+        40.0,
+        ge=0,
+        description="lease service replicas' clocks differ by at most so much; what is over is "
+        "tidied up so much later",
+    )
     conversation_ttl: int = Field(
         7200, ge=60, description="how long a conversation's turn counter outlives its last turn"
     )

@@ -125,7 +125,14 @@ async def test_a_superseded_holder_keeps_seeing_its_readers_and_then_goes(
 
         await plane.lease.Complete(complete_request(reading), timeout=CALL_S)
         (over,) = await take(1)
-        assert over.kind == DELETE
+        assert (over.kind, over.lease.lease_id) == (UPSERT, new.lease_id)
+        assert not over.lease.retiring
+
+        # then it is another's, and of no concern
+        await grant(plane, other, turn=3)
+        await grant(plane, holder, talk=conversation("c2"))
+        (mine,) = await take(1)
+        assert mine.lease.conversation.conversation_id == "c2"
 
 
 async def test_a_holder_superseded_without_readers_is_told_at_once(plane: ControlPlane) -> None:
@@ -134,9 +141,10 @@ async def test_a_holder_superseded_without_readers_is_told_at_once(plane: Contro
     old = await grant(plane, holder, turn=1)
     async with watch(plane, holder) as take:
         await take(2)
-        await grant(plane, other, turn=2)
+        new = await grant(plane, other, turn=2)
         (gone,) = await take(1)
-        assert (gone.kind, gone.lease.lease_id) == (DELETE, old.lease_id)
+        assert (gone.kind, gone.lease.lease_id) == (UPSERT, new.lease_id)
+        assert gone.lease.superseded_lease_id == old.lease_id
 
 
 async def test_leases_disappear_with_their_holders_session(plane: ControlPlane) -> None:

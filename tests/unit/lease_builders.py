@@ -21,6 +21,7 @@ LIMITS = Limits(
     max_retention_s=3600.0,
     claim_grace_s=30.0,
     claim_margin_s=1.0,
+    clock_tolerance_s=0.0,
     max_readers=3,
 )
 CONVERSATION = Conversation(tenant="acme", model="qwen", conversation_id="c1")

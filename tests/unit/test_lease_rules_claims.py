@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -109,10 +111,33 @@ def test_a_retry_of_the_same_call_gets_the_same_ticket() -> None:
     assert unchanged is lease
 
 
+def test_no_difference_of_clocks_gives_a_ticket_more_than_the_grace() -> None:
+    # given a ticket, and the same call once more at a replica whose clock is behind
+    state = granted()
+    _, lease = claim(state, now=NOW + 40)
+    behind, _ = claim(State(lease), now=NOW)
+    assert times.seconds(behind.ticket_ttl) == LIMITS.claim_grace_s
+    # or ahead, by more than the grace
+    limits = replace(LIMITS, clock_tolerance_s=40.0)
+    ahead, _ = claims.claim(State(lease), engine(), claim_request(), limits, NOW + 75)
+    assert (outcome(ahead), times.seconds(ahead.ticket_ttl)) == ("HIT", 0.0)
+
+
+def test_readers_that_are_over_leave_room_at_once() -> None:
+    limits = replace(LIMITS, clock_tolerance_s=40.0)
+    state = granted()
+    over = [ticket(f"t{number}", NOW - 1) for number in range(LIMITS.max_readers)]
+    lease = with_tickets(state.lease, *over)
+    answer, after = claims.claim(State(lease), engine(), claim_request(), limits, NOW)
+    assert outcome(answer) == "HIT"
+    assert after is not None
+    assert len(after.tickets) == LIMITS.max_readers + 1
+
+
 def test_a_retry_gets_its_ticket_although_the_lease_has_ended_since() -> None:
     state = granted()
     first, lease = claim(state)
-    ended, _ = rules.end_conversation(State(lease, state.info), CONVERSATION, NOW)
+    ended, _ = rules.end_conversation(State(lease, state.info), CONVERSATION, LIMITS, NOW)
     again, _ = claim(ended, now=NOW + 1)
     assert (outcome(again), again.ticket) == ("HIT", first.ticket)
     another, _ = claim(ended, claim_request(ticket_id="ticket-2"), now=NOW + 1)
@@ -166,14 +191,14 @@ def test_a_revoked_lease_is_missed_for_its_reason(
     state = granted()
     if read:  # then the record is still there, ending
         state = State(with_tickets(state.lease, ticket("another's")), state.info)
-    state, _ = rules.revoke(state, revoke_request(reason=reason), NOW)
+    state, _ = rules.revoke(state, revoke_request(reason=reason), LIMITS, NOW)
     assert (state.lease is not None) == read
     answer, _ = claim(state)
     assert outcome(answer) == expected
 
 
 def test_an_ended_conversation_has_no_lease() -> None:
-    state, _ = rules.end_conversation(granted(), CONVERSATION, NOW)
+    state, _ = rules.end_conversation(granted(), CONVERSATION, LIMITS, NOW)
     assert outcome(claim(state)[0]) == "MISS_NO_LEASE"
 
 

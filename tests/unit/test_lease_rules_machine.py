@@ -78,7 +78,7 @@ class OneConversation(RuleBasedStateMachine):
 
     @rule(ticket=consumes(tickets))
     def a_reader_completes(self, ticket: tuple[str, str]) -> None:
-        lease = rules.complete(self.state.lease, *ticket, self.now)
+        lease = rules.complete(self.state.lease, *ticket)
         self.state = State(lease, self.state.info)
         self.promised.pop(ticket, None)
 
@@ -90,7 +90,7 @@ class OneConversation(RuleBasedStateMachine):
         request = revoke_request(
             lease_id=lease.lease_id, session_id=lease.holder_session_id, reason=reason
         )
-        self.state, open_tickets = rules.revoke(self.state, request, self.now)
+        self.state, open_tickets = rules.revoke(self.state, request, LIMITS, self.now)
         self.ended.add(lease.lease_id)
         told = {ticket.ticket_id for ticket in open_tickets}
         assert told == {t for (owner, t) in self.still_promised() if owner == lease.lease_id}
@@ -98,7 +98,7 @@ class OneConversation(RuleBasedStateMachine):
     @rule()
     def the_client_ends_it(self) -> None:
         lease = self.state.lease
-        self.state, _ = rules.end_conversation(self.state, CONVERSATION, self.now)
+        self.state, _ = rules.end_conversation(self.state, CONVERSATION, LIMITS, self.now)
         if lease is not None:
             self.ended.add(lease.lease_id)
 
@@ -141,7 +141,8 @@ class OneConversation(RuleBasedStateMachine):
             return
         assert all(old.tickets for old in lease.retiring)
         if lease.state == lease_pb2.LEASE_STATE_ENDING:
-            assert lease.tickets or lease.retiring
+            reading = lease.tickets or lease.retiring
+            assert reading or rules.next_due(lease, LIMITS) <= self.now
             assert lease.end_reason
         else:
             assert not lease.end_reason

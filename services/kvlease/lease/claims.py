@@ -71,9 +71,9 @@ def claim(
     if lease is None:
         return _without_lease(state.info), None
     found = match(lease, request)
-    ticket = _open_ticket(lease, request, now)
+    ticket = _open_ticket(lease, request, limits, now)
     if ticket is not None and holder is not None and not _gone(lease, holder):
-        return _hit(lease, holder, found, ticket, now), lease
+        return _hit(lease, holder, found, ticket, limits, now), lease
     refusal = (
         _ended_refusal(lease)
         or _holder_refusal(lease, holder, request)
@@ -85,7 +85,8 @@ def claim(
         return _miss(refusal, found), lease
     assert holder is not None  # _holder_refusal would have refused
     ticket = _new_ticket(lease, found, request, limits, now)
-    return _hit(lease, holder, found, ticket, now), _with_ticket(lease, ticket, now)
+    after = _with_ticket(lease, ticket, limits, now)
+    return _hit(lease, holder, found, ticket, limits, now), after
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +132,9 @@ def _without_lease(info: ConversationInfo | None) -> ClaimResponse:
     return ClaimResponse(outcome=refusal.outcome, detail=refusal.detail)
 
 
-def _open_ticket(lease: Lease, request: ClaimRequest, now: float) -> Ticket | None:
+def _open_ticket(lease: Lease, request: ClaimRequest, limits: Limits, now: float) -> Ticket | None:
     """The ticket that an earlier try of this very call opened."""
-    for ticket in open_tickets(lease.tickets, now):
+    for ticket in open_tickets(lease.tickets, limits, now):
         if ticket.ticket_id == request.ticket_id:
             return ticket
     return None
@@ -192,7 +193,7 @@ def _match_refusal(found: Match, lease: Lease, request: ClaimRequest) -> _Refusa
 
 
 def _room_refusal(lease: Lease, limits: Limits, now: float) -> _Refusal | None:
-    reading = len(open_tickets(lease.tickets, now))
+    reading = sum(times.moment(ticket.deadline) > now for ticket in lease.tickets)
     if reading < limits.max_readers:
         return None
     return _Refusal(
@@ -225,16 +226,20 @@ def _new_ticket(
     )
 
 
-def _with_ticket(lease: Lease, ticket: Ticket, now: float) -> Lease:
+def _with_ticket(lease: Lease, ticket: Ticket, limits: Limits, now: float) -> Lease:
     changed = Lease()
     # A lease that can be claimed is held, so sweeping leaves something.
-    changed.CopyFrom(swept(lease, now) or lease)
+    changed.CopyFrom(swept(lease, limits, now) or lease)
     changed.tickets.append(ticket)
     changed.claim_count += 1
     return changed
 
 
-def _hit(lease: Lease, holder: Engine, found: Match, ticket: Ticket, now: float) -> ClaimResponse:
+def _hit(
+    lease: Lease, holder: Engine, found: Match, ticket: Ticket, limits: Limits, now: float
+) -> ClaimResponse:
+    # The replica that opened the ticket may have had another time: never more than it gave.
+    ttl_s = min(max(0.0, times.moment(ticket.deadline) - now), limits.claim_grace_s)
     rest = "; its tail may be equal too" if found.tail > found.proven else ""
     return ClaimResponse(
         outcome=common_pb2.OUTCOME_HIT,
@@ -242,7 +247,7 @@ def _hit(lease: Lease, holder: Engine, found: Match, ticket: Ticket, now: float)
         tail_num_tokens=found.tail,
         tail_digest=lease.proof.tail_digest if found.tail else b"",
         ticket=ticket,
-        ticket_ttl=times.duration(times.moment(ticket.deadline) - now),
+        ticket_ttl=times.duration(ttl_s),
         lease_id=lease.lease_id,
         kv_transfer_params_json=lease.kv_transfer_params_json,
         holder=holder,

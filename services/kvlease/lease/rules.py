@@ -24,6 +24,10 @@ MAX_RETIRING = 32
 life, so more means that a conversation is granted more than once a second while
 everybody reads: the grant is refused rather than a reader's blocks freed."""
 
+MAX_ENDED = 16
+"""Ended leases that a conversation remembers. A grant that comes late is refused by its
+turn too, if that is known; this is for tries of one turn, and turns of unknown number."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -33,6 +37,7 @@ class Limits:
     max_retention_s: float
     claim_grace_s: float
     claim_margin_s: float
+    clock_tolerance_s: float
     max_readers: int
 
     @classmethod
@@ -43,8 +48,13 @@ class Limits:
             max_retention_s=settings.max_retention,
             claim_grace_s=settings.claim_grace,
             claim_margin_s=settings.claim_margin,
+            clock_tolerance_s=settings.clock_tolerance,
             max_readers=settings.max_readers,
         )
+
+    def passed(self, now: float) -> float:
+        """The moment that has passed by every replica's clock, if this one shows ``now``."""
+        return now - self.clock_tolerance_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,28 +69,29 @@ class State:
 # Tickets and what becomes of records when they are over
 
 
-def open_tickets(tickets: Iterable[Ticket], now: float) -> list[Ticket]:
-    """Those whose deadline has not passed."""
-    return [ticket for ticket in tickets if times.moment(ticket.deadline) > now]
+def open_tickets(tickets: Iterable[Ticket], limits: Limits, now: float) -> list[Ticket]:
+    """Those that may be open still, by some replica's clock: one that is behind has given
+    them less time ago than this one believes."""
+    passed = limits.passed(now)
+    return [ticket for ticket in tickets if times.moment(ticket.deadline) > passed]
 
 
-def swept(lease: Lease, now: float) -> Lease | None:
+def swept(lease: Lease, limits: Limits, now: float) -> Lease | None:
     """The record without tickets that are over, and without retiring leases that have
     none left; None if nothing is left of it. The same object if nothing changes."""
-    return _keeping(lease, lambda _, ticket: times.moment(ticket.deadline) > now)
+    passed = limits.passed(now)
+    kept = _keeping(lease, lambda _, ticket: times.moment(ticket.deadline) > passed)
+    return None if _is_over(kept) else kept
 
 
-def _keeping(lease: Lease, keep: Callable[[str, Ticket], bool]) -> Lease | None:
-    """The record with those tickets for which ``keep(lease_id, ticket)``; None if it has
-    ended and none is left. The same object if all are kept."""
+def _keeping(lease: Lease, keep: Callable[[str, Ticket], bool]) -> Lease:
+    """The record with those tickets for which ``keep(lease_id, ticket)``. The same object
+    if all are kept."""
     tickets = [ticket for ticket in lease.tickets if keep(lease.lease_id, ticket)]
     retiring = [
         (old, [ticket for ticket in old.tickets if keep(old.lease_id, ticket)])
         for old in lease.retiring
     ]
-    reading = bool(tickets) or any(left for _, left in retiring)
-    if lease.state == lease_pb2.LEASE_STATE_ENDING and not reading:
-        return None
     dropped = len(tickets) < len(lease.tickets) or any(
         not left or len(left) < len(old.tickets) for old, left in retiring
     )
@@ -94,39 +105,43 @@ def _keeping(lease: Lease, keep: Callable[[str, Ticket], bool]) -> Lease | None:
     return changed
 
 
+def _is_over(lease: Lease) -> bool:
+    """Whether nobody needs the record any more."""
+    return lease.state == lease_pb2.LEASE_STATE_ENDING and not (lease.tickets or lease.retiring)
+
+
 def next_due(lease: Lease, limits: Limits) -> float:
     """The first moment at which :func:`overdue` would change the record."""
     moments = [times.moment(ticket.deadline) for ticket in lease.tickets]
     moments += [times.moment(ticket.deadline) for old in lease.retiring for ticket in old.tickets]
     if lease.state == lease_pb2.LEASE_STATE_HELD:
         moments.append(times.moment(lease.expire_time) + limits.claim_grace_s)
-    return min(moments, default=0.0)
+    return min(moments) + limits.clock_tolerance_s if moments else 0.0
 
 
 def overdue(state: State, limits: Limits, now: float) -> State:
-    """What nobody else has tidied up: tickets that are over, and a lease whose holder has
-    not ended it by the last moment at which it may keep the blocks."""
+    """What nobody else has tidied up: tickets that are over, a lease whose holder has not
+    ended it by the last moment at which it may keep the blocks, an ended one's record."""
     lease = state.lease
     if lease is None:
         return state
-    expired = now >= times.moment(lease.expire_time) + limits.claim_grace_s
-    if lease.state == lease_pb2.LEASE_STATE_HELD and expired:
-        return _ended(state, lease, lease_pb2.END_REASON_EXPIRED, now)
-    return replace(state, lease=swept(lease, now))
+    last = times.moment(lease.expire_time) + limits.claim_grace_s
+    if lease.state == lease_pb2.LEASE_STATE_HELD and limits.passed(now) >= last:
+        return _ended(state, lease, lease_pb2.END_REASON_EXPIRED, limits, now)
+    return replace(state, lease=swept(lease, limits, now))
 
 
-def complete(lease: Lease | None, lease_id: str, ticket_id: str, now: float) -> Lease | None:
-    """The record after a ticket is closed; the same object if there is no such ticket and
-    nothing to tidy up."""
+def complete(lease: Lease | None, lease_id: str, ticket_id: str) -> Lease | None:
+    """The record after a ticket is closed; the same object if there is no such ticket.
+
+    The record of an ended lease stays, without tickets, for :func:`overdue` to remove:
+    so its holder sees that the read was completed. (A record that disappears with a ticket
+    may have disappeared with its session, and the reader may still be at it.)
+    """
     if lease is None:
         return None
     closed = (lease_id, ticket_id)
-    return _keeping(
-        lease,
-        lambda owner, ticket: (
-            times.moment(ticket.deadline) > now and (owner, ticket.ticket_id) != closed
-        ),
-    )
+    return _keeping(lease, lambda owner, ticket: (owner, ticket.ticket_id) != closed)
 
 
 # Turns and grants
@@ -148,8 +163,8 @@ def grant(
     """The records after a grant, and the lease to answer with. That the session is the
     holder's is for the caller to know.
 
-    Raises FAILED_PRECONDITION: STALE_TURN, CONVERSATION_ENDED; RESOURCE_EXHAUSTED:
-    TOO_MANY_READERS.
+    Raises FAILED_PRECONDITION: STALE_TURN, CONVERSATION_ENDED, LEASE_ENDED;
+    RESOURCE_EXHAUSTED: TOO_MANY_READERS.
     """
     stored = state.lease
     if stored is not None and _is_same_grant(stored, request):
@@ -160,7 +175,9 @@ def grant(
     known = max(info.turn, stored.turn if stored else 0)
     lease.turn = request.turn or known
     if stored is not None:
-        lease.retiring.extend(_retire(stored, now))
+        lease.superseded_lease_id = stored.lease_id
+        lease.retiring.extend(_retire(stored, limits, now))
+        _add_ended(info, stored.lease_id)
     info.turn = max(known, lease.turn)
     _remember(info, lease)
     return State(lease, info), lease
@@ -176,11 +193,13 @@ def _is_same_grant(stored: Lease, request: lease_pb2.GrantRequest) -> bool:
 
 def _check_turn(state: State, request: lease_pb2.GrantRequest) -> None:
     info = state.info or ConversationInfo()
+    retiring = state.lease.retiring if state.lease else ()
     name = request.conversation.conversation_id
-    if info.last_lease_id == request.lease_id and info.last_end_reason:
+    if request.lease_id in info.ended_lease_ids or any(
+        old.lease_id == request.lease_id for old in retiring
+    ):
         raise _precondition(
-            "CONVERSATION_ENDED",
-            f"lease {request.lease_id} was granted and has ended already: free its blocks",
+            "LEASE_ENDED", f"lease {request.lease_id} has ended already: free its blocks"
         )
     if 0 < request.turn <= info.ended_through_turn:
         raise _precondition(
@@ -189,10 +208,7 @@ def _check_turn(state: State, request: lease_pb2.GrantRequest) -> None:
             "blocks",
         )
     latest = max(info.last_grant_turn, state.lease.turn if state.lease else 0)
-    superseded = state.lease is not None and any(
-        old.lease_id == request.lease_id for old in state.lease.retiring
-    )
-    if superseded or 0 < request.turn < latest:
+    if 0 < request.turn < latest:
         raise _precondition(
             "STALE_TURN",
             f"turn {latest} of conversation {name!r} has been granted already: free the blocks "
@@ -224,14 +240,14 @@ def _new_lease(request: lease_pb2.GrantRequest, limits: Limits, now: float) -> L
     )
 
 
-def _retire(stored: Lease, now: float) -> list[RetiringLease]:
+def _retire(stored: Lease, limits: Limits, now: float) -> list[RetiringLease]:
     """What a superseded lease leaves behind: readers that are still at it."""
     kept = []
     for old in stored.retiring:
-        tickets = open_tickets(old.tickets, now)
+        tickets = open_tickets(old.tickets, limits, now)
         if tickets:
             kept.append(_retiring(old, tickets))
-    tickets = open_tickets(stored.tickets, now)
+    tickets = open_tickets(stored.tickets, limits, now)
     if tickets:
         kept.append(
             RetiringLease(
@@ -275,52 +291,59 @@ def renew(lease: Lease | None, retention_s: float, limits: Limits, now: float) -
     changed = _copy(lease)
     until = now + min(retention_s, limits.max_retention_s)
     changed.expire_time.CopyFrom(times.timestamp(until))
-    return swept(changed, now) or changed
+    return swept(changed, limits, now) or changed
 
 
 def revoke(
-    state: State, request: lease_pb2.RevokeRequest, now: float
+    state: State, request: lease_pb2.RevokeRequest, limits: Limits, now: float
 ) -> tuple[State, list[Ticket]]:
     """The records after the holder has ended its lease, and the tickets it has to keep
-    the blocks for. Raises INVALID_ARGUMENT (INVALID_LEASE) if the lease is another's."""
+    the blocks for. A lease that is not there is remembered as ended, so that it cannot be
+    granted any more. Raises INVALID_ARGUMENT (INVALID_LEASE) if the lease is another's."""
     lease = state.lease
-    if lease is None:
-        return state, []
-    if lease.lease_id == request.lease_id:
+    if lease is not None and lease.lease_id == request.lease_id:
         if lease.holder_session_id != request.session_id:
             raise Refused(
                 grpc.StatusCode.INVALID_ARGUMENT,
                 "INVALID_LEASE",
                 f"lease {request.lease_id} is held by another session: only its holder revokes it",
             )
-        tickets = open_tickets(lease.tickets, now)
+        tickets = open_tickets(lease.tickets, limits, now)
         if lease.state != lease_pb2.LEASE_STATE_HELD:
             return state, tickets
-        return _ended(state, lease, request.reason, now), tickets
-    for old in lease.retiring:
+        return _ended(state, lease, request.reason, limits, now), tickets
+    for old in lease.retiring if lease else ():
         if old.lease_id == request.lease_id and old.holder_session_id == request.session_id:
-            return state, open_tickets(old.tickets, now)
-    return state, []
+            return state, open_tickets(old.tickets, limits, now)
+    before = state.info
+    if before is not None and request.lease_id in (*before.ended_lease_ids, before.last_lease_id):
+        return state, []
+    info = _info(before, request.conversation)
+    _add_ended(info, request.lease_id)
+    return replace(state, info=info), []
 
 
-def end_conversation(state: State, conversation: Conversation, now: float) -> tuple[State, bool]:
+def end_conversation(
+    state: State, conversation: Conversation, limits: Limits, now: float
+) -> tuple[State, bool]:
     """The records after a conversation has ended, and whether a lease ended with it."""
     lease, before = state.lease, state.info
-    ends = lease is not None and lease.state == lease_pb2.LEASE_STATE_HELD
     if before is None and lease is None:
         return state, False
-    info = _info(before, conversation)
+    ends = lease is not None and lease.state == lease_pb2.LEASE_STATE_HELD
+    if ends and lease is not None:
+        state = _ended(state, lease, lease_pb2.END_REASON_CONVERSATION_ENDED, limits, now)
+    info = _info(state.info, conversation)
     info.turn = max(info.turn, lease.turn if lease else 0)
     info.ended_through_turn = info.turn
     if info.last_lease_id:
         info.last_end_reason = lease_pb2.END_REASON_CONVERSATION_ENDED
-    if ends and lease is not None:
-        ended = _ended(state, lease, lease_pb2.END_REASON_CONVERSATION_ENDED, now)
-        return replace(ended, info=info), True
-    return replace(state, info=before if info == before else info), False
+    return replace(state, info=before if info == before else info), ends
 
 
-def _ended(state: State, lease: Lease, reason: EndReason.ValueType, now: float) -> State:
+def _ended(
+    state: State, lease: Lease, reason: EndReason.ValueType, limits: Limits, now: float
+) -> State:
     """The lease takes no new claims, and the record goes with its last ticket."""
     changed = _copy(lease)
     changed.state = lease_pb2.LEASE_STATE_ENDING
@@ -329,7 +352,14 @@ def _ended(state: State, lease: Lease, reason: EndReason.ValueType, now: float) 
     info.turn = max(info.turn, lease.turn)
     _remember(info, lease)
     info.last_end_reason = reason
-    return State(swept(changed, now), info)
+    _add_ended(info, lease.lease_id)
+    return State(swept(changed, limits, now), info)
+
+
+def _add_ended(info: ConversationInfo, lease_id: str) -> None:
+    if lease_id not in info.ended_lease_ids:
+        info.ended_lease_ids.append(lease_id)
+        del info.ended_lease_ids[:-MAX_ENDED]
 
 
 def _remember(info: ConversationInfo, lease: Lease) -> None:

@@ -104,8 +104,10 @@ class LeaseOperations:
         metrics.LEASES_GRANTED.inc()
         if superseded is not None and superseded.state == lease_pb2.LEASE_STATE_HELD:
             _count_end(lease_pb2.END_REASON_SUPERSEDED)
-        left_s = times.moment(lease.expire_time) - self._clock()
-        return GrantResponse(lease=rules.public(lease), retention=times.duration(max(left_s, 0.0)))
+        # By whichever clock less is left: another replica's may have stored the lease.
+        since = max(self._clock(), times.moment(lease.grant_time))
+        left_s = max(0.0, times.moment(lease.expire_time) - since)
+        return GrantResponse(lease=rules.public(lease), retention=times.duration(left_s))
 
     async def _check_holder(self, request: lease_pb2.GrantRequest) -> None:
         # A session belongs to one incarnation for ever. So it is enough to have seen the
@@ -147,7 +149,7 @@ class LeaseOperations:
         validate.complete(request)
 
         def decide(state: State, _: Engine | None) -> tuple[None, State]:
-            lease = rules.complete(state.lease, request.lease_id, request.ticket_id, self._clock())
+            lease = rules.complete(state.lease, request.lease_id, request.ticket_id)
             return None, State(lease, state.info)
 
         with contextlib.suppress(SessionLost):  # then the ticket has gone with its lease
@@ -183,7 +185,7 @@ class LeaseOperations:
 
         def decide(state: State, _: Engine | None) -> tuple[list[Ticket], State]:
             nonlocal ended
-            after, tickets = rules.revoke(state, request, self._clock())
+            after, tickets = rules.revoke(state, request, self._limits, self._clock())
             ended = after.lease is not state.lease
             return tickets, after
 
@@ -203,7 +205,8 @@ class LeaseOperations:
         validate.conversation(conversation)
 
         def decide(state: State, _: Engine | None) -> tuple[bool, State]:
-            after, ended = rules.end_conversation(state, conversation, self._clock())
+            now = self._clock()
+            after, ended = rules.end_conversation(state, conversation, self._limits, now)
             return ended, after
 
         ended = await self._records.change(conversation, decide, BOTH)

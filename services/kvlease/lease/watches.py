@@ -15,12 +15,13 @@ def event(change: Change[LeaseView], session_id: str) -> WatchLeasesResponse | N
     """What a change is to a watch of one session's leases (of all where ``session_id`` is
     empty); None: nothing.
 
-    A lease that stops concerning the session, because another holder superseded it and
-    nobody reads the old one any more, is gone as far as that watch goes.
+    A record that stops concerning the session, because another holder superseded its lease
+    and nobody reads that any more, is shown one last time: it is what tells the old holder.
     """
-    if change.after is not None and _concerns(change.after, session_id):
+    before = change.before is not None and _concerns(change.before, session_id)
+    if change.after is not None and (before or _concerns(change.after, session_id)):
         return WatchLeasesResponse(kind=_Kind.KIND_UPSERT, lease=change.after.public)
-    if change.before is not None and _concerns(change.before, session_id):
+    if change.before is not None and before:
         return WatchLeasesResponse(
             kind=_Kind.KIND_DELETE, lease=change.before.public, after_gap=change.after_gap
         )

@@ -37,7 +37,7 @@ class _LeaseStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     """The holder keeps the blocks; they can be claimed."""
     LEASE_STATE_ENDING: _LeaseState.ValueType  # 2
     """Ended, but tickets are still open: no new claims, the holder keeps the blocks
-    for the open ones. The record disappears with the last ticket.
+    for the open ones. The record disappears soon after the last ticket.
     """
 
 class LeaseState(_LeaseState, metaclass=_LeaseStateEnumTypeWrapper):
@@ -49,7 +49,7 @@ LEASE_STATE_HELD: LeaseState.ValueType  # 1
 """The holder keeps the blocks; they can be claimed."""
 LEASE_STATE_ENDING: LeaseState.ValueType  # 2
 """Ended, but tickets are still open: no new claims, the holder keeps the blocks
-for the open ones. The record disappears with the last ticket.
+for the open ones. The record disappears soon after the last ticket.
 """
 Global___LeaseState: typing_extensions.TypeAlias = LeaseState
 
@@ -151,7 +151,10 @@ class Ticket(google.protobuf.message.Message):
 
     @property
     def deadline(self) -> google.protobuf.timestamp_pb2.Timestamp:
-        """The read must be over by then. The holder keeps the blocks at least as long."""
+        """By then, by the lease service's clock, the read is over. The reader goes by
+        ClaimResponse.ticket_ttl and what the holder has confirmed, both measured with its
+        own clock. The record keeps a ticket that nobody closes for clock_tolerance longer.
+        """
 
     def __init__(
         self,
@@ -268,6 +271,7 @@ class Lease(google.protobuf.message.Message):
     CHUNK_TOKENS_FIELD_NUMBER: builtins.int
     TRACEPARENT_FIELD_NUMBER: builtins.int
     CLAIM_COUNT_FIELD_NUMBER: builtins.int
+    SUPERSEDED_LEASE_ID_FIELD_NUMBER: builtins.int
     lease_id: builtins.str
     """Unique to this grant (a UUID, chosen by the holder)."""
     state: Global___LeaseState.ValueType
@@ -302,6 +306,10 @@ class Lease(google.protobuf.message.Message):
     """W3C traceparent of the turn that granted it, to link the next turn's span to."""
     claim_count: builtins.int
     """How many claims have been answered with a ticket."""
+    superseded_lease_id: builtins.str
+    """The lease that this one replaced in the store. Its holder frees the blocks at once
+    if it is not among `retiring`. Absent: there was none.
+    """
     @property
     def conversation(self) -> kvlease.v1.common_pb2.Conversation:
         """Whose blocks."""
@@ -350,10 +358,11 @@ class Lease(google.protobuf.message.Message):
         chunk_tokens: builtins.int = ...,
         traceparent: builtins.str = ...,
         claim_count: builtins.int = ...,
+        superseded_lease_id: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["conversation", b"conversation", "expire_time", b"expire_time", "grant_time", b"grant_time", "proof", b"proof"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_size", b"block_size", "chunk_tokens", b"chunk_tokens", "claim_count", b"claim_count", "compatibility_hash", b"compatibility_hash", "conversation", b"conversation", "end_reason", b"end_reason", "expire_time", b"expire_time", "grant_time", b"grant_time", "holder_engine_id", b"holder_engine_id", "holder_incarnation", b"holder_incarnation", "holder_session_id", b"holder_session_id", "kv_transfer_params_json", b"kv_transfer_params_json", "lease_id", b"lease_id", "num_blocks", b"num_blocks", "num_tokens", b"num_tokens", "proof", b"proof", "retiring", b"retiring", "state", b"state", "tickets", b"tickets", "traceparent", b"traceparent", "turn", b"turn"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_size", b"block_size", "chunk_tokens", b"chunk_tokens", "claim_count", b"claim_count", "compatibility_hash", b"compatibility_hash", "conversation", b"conversation", "end_reason", b"end_reason", "expire_time", b"expire_time", "grant_time", b"grant_time", "holder_engine_id", b"holder_engine_id", "holder_incarnation", b"holder_incarnation", "holder_session_id", b"holder_session_id", "kv_transfer_params_json", b"kv_transfer_params_json", "lease_id", b"lease_id", "num_blocks", b"num_blocks", "num_tokens", b"num_tokens", "proof", b"proof", "retiring", b"retiring", "state", b"state", "superseded_lease_id", b"superseded_lease_id", "tickets", b"tickets", "traceparent", b"traceparent", "turn", b"turn"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Lease: typing_extensions.TypeAlias = Lease
@@ -497,7 +506,9 @@ class GrantResponse(google.protobuf.message.Message):
 
     @property
     def retention(self) -> google.protobuf.duration_pb2.Duration:
-        """Time from now to expire_time, for a holder whose clock differs."""
+        """Time from now to expire_time, for a holder whose clock differs. Never more than
+        from the grant to expire_time.
+        """
 
     def __init__(
         self,
@@ -605,7 +616,9 @@ class ClaimResponse(google.protobuf.message.Message):
 
     @property
     def ticket_ttl(self) -> google.protobuf.duration_pb2.Duration:
-        """Time from now to the ticket's deadline, for a reader whose clock differs."""
+        """Time from now to the ticket's deadline, for a reader whose clock differs. Never
+        more than claim_grace.
+        """
 
     @property
     def holder(self) -> kvlease.v1.registry_pb2.Engine:
@@ -901,11 +914,13 @@ class WatchLeasesResponse(google.protobuf.message.Message):
         """Never sent."""
         KIND_UPSERT: WatchLeasesResponse._Kind.ValueType  # 1
         """The lease is new, or changed. To a holder whose lease was superseded this shows
-        the new lease, with the old one among `retiring` while its tickets are open.
+        the new lease, with the old one among `retiring` while its tickets are open; the
+        last time once they are not.
         """
         KIND_DELETE: WatchLeasesResponse._Kind.ValueType  # 2
-        """The record is gone. Only conversation and lease_id of `lease` are sure to be
-        set.
+        """The record is gone: the lease has ended with no ticket open, or its holder's
+        session has ended and took it along. `lease` is the record as it was last, with
+        the tickets that were open; after a gap, as it was last seen.
         """
         KIND_SYNCED: WatchLeasesResponse._Kind.ValueType  # 3
         """Everything that existed has been sent: leases that were not among it are gone."""
@@ -917,11 +932,13 @@ class WatchLeasesResponse(google.protobuf.message.Message):
     """Never sent."""
     KIND_UPSERT: WatchLeasesResponse.Kind.ValueType  # 1
     """The lease is new, or changed. To a holder whose lease was superseded this shows
-    the new lease, with the old one among `retiring` while its tickets are open.
+    the new lease, with the old one among `retiring` while its tickets are open; the
+    last time once they are not.
     """
     KIND_DELETE: WatchLeasesResponse.Kind.ValueType  # 2
-    """The record is gone. Only conversation and lease_id of `lease` are sure to be
-    set.
+    """The record is gone: the lease has ended with no ticket open, or its holder's
+    session has ended and took it along. `lease` is the record as it was last, with
+    the tickets that were open; after a gap, as it was last seen.
     """
     KIND_SYNCED: WatchLeasesResponse.Kind.ValueType  # 3
     """Everything that existed has been sent: leases that were not among it are gone."""
@@ -994,6 +1011,7 @@ class ConversationInfo(google.protobuf.message.Message):
     LAST_HOLDER_ENGINE_ID_FIELD_NUMBER: builtins.int
     LAST_HOLDER_INCARNATION_FIELD_NUMBER: builtins.int
     LAST_END_REASON_FIELD_NUMBER: builtins.int
+    ENDED_LEASE_IDS_FIELD_NUMBER: builtins.int
     turn: builtins.int
     """The last turn that was started."""
     ended_through_turn: builtins.int
@@ -1018,6 +1036,12 @@ class ConversationInfo(google.protobuf.message.Message):
     def last_turn_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When it was started, by the lease service's clock."""
 
+    @property
+    def ended_lease_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """The leases that ended last, oldest first: a grant of one of them, sent before and
+        come late, does not bring it back.
+        """
+
     def __init__(
         self,
         *,
@@ -1030,10 +1054,11 @@ class ConversationInfo(google.protobuf.message.Message):
         last_holder_engine_id: builtins.str = ...,
         last_holder_incarnation: builtins.str = ...,
         last_end_reason: Global___EndReason.ValueType = ...,
+        ended_lease_ids: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["conversation", b"conversation", "last_turn_time", b"last_turn_time"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["conversation", b"conversation", "ended_through_turn", b"ended_through_turn", "last_end_reason", b"last_end_reason", "last_grant_turn", b"last_grant_turn", "last_holder_engine_id", b"last_holder_engine_id", "last_holder_incarnation", b"last_holder_incarnation", "last_lease_id", b"last_lease_id", "last_turn_time", b"last_turn_time", "turn", b"turn"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["conversation", b"conversation", "ended_lease_ids", b"ended_lease_ids", "ended_through_turn", b"ended_through_turn", "last_end_reason", b"last_end_reason", "last_grant_turn", b"last_grant_turn", "last_holder_engine_id", b"last_holder_engine_id", "last_holder_incarnation", b"last_holder_incarnation", "last_lease_id", b"last_lease_id", "last_turn_time", b"last_turn_time", "turn", b"turn"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ConversationInfo: typing_extensions.TypeAlias = ConversationInfo

@@ -121,14 +121,23 @@ class LeaseServiceServicer(object):
         the conversation's earlier lease at once; tickets still open on that one stay
         valid until they are completed or over. Granting the same lease_id again is
         answered with the stored lease. When a grant is refused, the engine frees the
-        blocks.
+        blocks, once no ticket that an earlier try may have opened can be open.
+
+        Of two turns that end in the other order than they started, the later one keeps
+        the conversation: its grant replaces the earlier turn's, or the earlier turn's is
+        refused (STALE_TURN). Two tries of one turn, and turns of unknown number (0),
+        replace each other in the order in which they are granted.
+
+        A turn that started before EndConversation is refused, also if its prefill has
+        just read the lease that was ended. (Not one of unknown number: nobody can tell
+        when it started.)
 
         Errors: INVALID_ARGUMENT (INVALID_LEASE), FAILED_PRECONDITION (SESSION_LOST: the
         session has ended or belongs to another incarnation; STALE_TURN: a later turn
         has been granted already; CONVERSATION_ENDED: the conversation was ended after
-        this turn started, or this very lease was granted and has ended),
-        RESOURCE_EXHAUSTED (TOO_MANY_READERS: too many earlier leases of the conversation
-        are still being read).
+        this turn started; LEASE_ENDED: this very lease_id was superseded, revoked or
+        ended, or was revoked before it came), RESOURCE_EXHAUSTED (TOO_MANY_READERS: too
+        many earlier leases of the conversation are still being read).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -139,8 +148,16 @@ class LeaseServiceServicer(object):
         OUTCOME_HIT, opens a ticket: until its deadline, or Complete, the holder keeps
         the blocks. Anything but a hit opens nothing. A miss is an answer, not an error.
 
+        A hit says that the holder has promised the blocks, as far as the store knows.
+        The holder has the last word: a reader asks it (Holder.Confirm) before it reads.
+        It measures the ticket's time from before it sent the claim.
+
         The claim is idempotent in ticket_id: the same ticket_id on the same lease gets
         the same ticket. A retry of a turn uses a ticket_id of its own.
+
+        A lease that has ended (revoked, superseded, expired, its conversation ended, its
+        holder's session lost) opens no ticket, however often it is claimed; a conversation
+        that was ended has OUTCOME_MISS_NO_LEASE, also for a turn that runs.
 
         Errors: INVALID_ARGUMENT (INVALID_CLAIM).
         """
@@ -164,7 +181,7 @@ class LeaseServiceServicer(object):
 
         Errors: INVALID_ARGUMENT (INVALID_CONVERSATION, INVALID_RETENTION), NOT_FOUND
         (LEASE_NOT_FOUND: never granted, ended or expired; a lease that has ended is not
-        brought back).
+        brought back, whatever ended it).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -174,7 +191,9 @@ class LeaseServiceServicer(object):
         """The holder ends its own lease: retention TTL, budget, shutdown. When this
         returns, no new ticket can be opened; the holder frees the blocks once the
         tickets in the answer are closed or over. Revoking a lease that has ended is
-        not an error: it is answered with no tickets beyond those still open.
+        not an error: it is answered with no tickets beyond those still open. A lease
+        that was never stored cannot be granted any more after this: a grant that is still
+        on its way is refused when it comes (LEASE_ENDED).
 
         Errors: INVALID_ARGUMENT (INVALID_LEASE).
         """

@@ -159,6 +159,7 @@ class Engine(google.protobuf.message.Message):
     SESSION_TTL_FIELD_NUMBER: builtins.int
     REGISTER_TIME_FIELD_NUMBER: builtins.int
     ENGINE_VERSION_FIELD_NUMBER: builtins.int
+    HOLDER_ADDRESS_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     """The name that stays the same over restarts. Set by the operator. Required."""
     role: Global___EngineRole.ValueType
@@ -195,6 +196,10 @@ class Engine(google.protobuf.message.Message):
     """The session that this record lives with. Set by the registry."""
     engine_version: builtins.str
     """Version of vLLM in the engine, for example "0.32.0". Informational."""
+    holder_address: builtins.str
+    """host:port where a decode engine answers Holder calls: readers ask there before
+    they read. Absent: it cannot be asked.
+    """
     @property
     def parallelism(self) -> Global___Parallelism:
         """How the model is split."""
@@ -232,10 +237,11 @@ class Engine(google.protobuf.message.Message):
         session_ttl: google.protobuf.duration_pb2.Duration | None = ...,
         register_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         engine_version: builtins.str = ...,
+        holder_address: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["parallelism", b"parallelism", "register_time", b"register_time", "session_ttl", b"session_ttl", "usage", b"usage"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_size", b"block_size", "compatibility_hash", b"compatibility_hash", "engine_id", b"engine_id", "engine_version", b"engine_version", "http_address", b"http_address", "incarnation", b"incarnation", "kv_bytes_per_token", b"kv_bytes_per_token", "model", b"model", "parallelism", b"parallelism", "register_time", b"register_time", "role", b"role", "session_id", b"session_id", "session_ttl", b"session_ttl", "side_channel_host", b"side_channel_host", "side_channel_port", b"side_channel_port", "state", b"state", "usage", b"usage", "weights_version", b"weights_version"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_size", b"block_size", "compatibility_hash", b"compatibility_hash", "engine_id", b"engine_id", "engine_version", b"engine_version", "holder_address", b"holder_address", "http_address", b"http_address", "incarnation", b"incarnation", "kv_bytes_per_token", b"kv_bytes_per_token", "model", b"model", "parallelism", b"parallelism", "register_time", b"register_time", "role", b"role", "session_id", b"session_id", "session_ttl", b"session_ttl", "side_channel_host", b"side_channel_host", "side_channel_port", b"side_channel_port", "state", b"state", "usage", b"usage", "weights_version", b"weights_version"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Engine: typing_extensions.TypeAlias = Engine
