@@ -17,6 +17,7 @@ from opentelemetry import trace
 
 from kvlease import outcomes, prefix, rpc, telemetry
 from kvlease.v1 import common_pb2, lease_pb2, lease_pb2_grpc, registry_pb2
+from kvlease_connector.holder import Holders
 from kvlease_connector.pull_policy import Verdict
 
 log = structlog.get_logger("kvlease.connector.claims")
@@ -89,6 +90,7 @@ class Claims:
         claim_timeout_s: float,
         connect_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
+        holders: Holders | None = None,
     ) -> None:
         self._stub = stub
         self._reader = reader
@@ -96,6 +98,7 @@ class Claims:
         self._claim_timeout_s = claim_timeout_s
         self._connect_timeout_s = connect_timeout_s
         self._clock = clock
+        self._holders = holders or Holders(connect_timeout_s)
 
     async def claim(self, ask: Ask) -> Answer:
         """One claim, decided: never raises, never takes longer than the claim deadline plus
@@ -185,11 +188,8 @@ class Claims:
             )
         elif answer.verdict is not None and not answer.verdict.pull:
             refusal = (common_pb2.OUTCOME_MISS_SHORT, answer.verdict.detail)
-        elif not await self._reachable(holder):
-            refusal = (
-                common_pb2.OUTCOME_MISS_ENGINE,
-                f"{holder.engine_id} does not answer at its side channel",
-            )
+        elif why_not := await self._ask_holder(holder, answer):
+            refusal = (common_pb2.OUTCOME_MISS_ENGINE, why_not)
         else:
             params = json.loads(response.kv_transfer_params_json)
             if all(params.get(name) for name in TRANSFER_FIELDS):
@@ -204,6 +204,21 @@ class Claims:
             answer.outcome, answer.detail = refusal
             await self.complete(ask.conversation, answer, lease_pb2.READ_RESULT_ABANDONED)
         return answer
+
+    async def _ask_holder(self, holder: registry_pb2.Engine, answer: Answer) -> str:
+        """Has the holder confirm the ticket, which limits the time for the read. Returns
+        why nothing can be read, else the empty string."""
+        if not holder.holder_address:
+            # An engine of an earlier kvlease.
+            reachable = await self._reachable(holder)
+            return "" if reachable else f"{holder.engine_id} does not answer at its side channel"
+        asked = self._clock()
+        try:
+            keep_s = await self._holders.confirm(holder, answer.lease_id, answer.ticket_id)
+        except grpc.aio.AioRpcError as error:
+            return f"{holder.engine_id} does not answer: {error.details()}"
+        answer.read_by = min(answer.read_by, asked + keep_s)
+        return "" if keep_s > 0 else f"{holder.engine_id} does not keep the lease's blocks any more"
 
     async def _reachable(self, holder: registry_pb2.Engine) -> bool:
         """Whether something listens at the holder's side channel: a process that was

@@ -40,10 +40,14 @@ class HeldLease:
     phase: Phase = Phase.GRANTING
     tickets: dict[str, float] = field(default_factory=dict)
     """Open tickets and the latest moment their reads may end."""
+    unseen: set[str] = field(default_factory=set)
+    """Those whose readers have asked, and that no record has shown yet."""
     not_before: float = -math.inf
     """Never free earlier: a ticket may have been opened unseen."""
     expires_at: float = math.inf
     """When the retention TTL is over: the holder then revokes."""
+    expire_time: float | None = None
+    """The same moment as the store shows it, by a clock that may differ from ours."""
     revoking: bool = False
 
     def __post_init__(self) -> None:
@@ -62,12 +66,38 @@ class HeldLease:
             self.phase = Phase.HELD
             self.expires_at = now + retention_s
 
+    def expires(self, expire_time: float, now: float) -> None:
+        """The store shows this end of the retention. Only by how much it has moved is
+        taken over: that does not depend on the difference of the clocks, and the
+        differences between replicas' clocks do not add up.
+
+        It never moves into the past: what readers were promised just now is kept."""
+        if self.expire_time is not None and expire_time != self.expire_time:
+            self.expires_at = max(now, self.expires_at + expire_time - self.expire_time)
+        self.expire_time = expire_time
+
+    def confirm(self, ticket_id: str, now: float) -> float:
+        """A reader asks whether it may read. The seconds for which it may; 0: it may not.
+        The blocks are kept at least so long, unless the ticket is completed."""
+        until = min(self.tickets.get(ticket_id, now + self.claim_grace_s), self.hard_deadline)
+        if until <= now:
+            return 0.0
+        if ticket_id not in self.tickets:
+            self.tickets[ticket_id] = now + self.claim_grace_s
+            self.unseen.add(ticket_id)
+        return until - now
+
     def tickets_are(self, ticket_ids: Iterable[str], now: float) -> None:
-        """The store shows these tickets open. A ticket lives for the claim grace from its
-        opening, so for less than that from when its holder first sees it."""
+        """The store shows these tickets open, and no others. A ticket lives for the claim
+        grace from its opening, so for less than that from when its holder first sees it.
+
+        A reader may ask before its ticket is seen here, so that one that was not seen is
+        not one that was closed."""
+        shown = list(ticket_ids)
+        self.unseen.difference_update(shown)
         self.tickets = {
             ticket_id: self.tickets.get(ticket_id, now + self.claim_grace_s)
-            for ticket_id in ticket_ids
+            for ticket_id in (*shown, *sorted(self.unseen))
         }
 
     def end(self, now: float, *, unseen_tickets: bool) -> None:
