@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from engines.report import FAULT_TABLE
 from engines.turns import Client
 from etcd_server import etcd_binary
 from otlp_receiver import Receiver, receiving
@@ -28,6 +29,13 @@ EXTRA = ("prefill-1", "decode-1")
 
 # A test may be the one for which the engines are started, and restart some by itself.
 _TIMEOUT_S = 600
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if FAULT_TABLE:
+        terminalreporter.section("faults")
+        for line in FAULT_TABLE:
+            terminalreporter.write_line(line)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

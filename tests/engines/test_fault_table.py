@@ -21,6 +21,7 @@ from pathlib import Path
 import grpc
 import pytest
 from engines.conftest import MODEL, require_engines
+from engines.report import FAULT_TABLE
 from engines.turns import Client, Message, Turn, new_conversation, text
 from etcd_server import EtcdCluster
 
@@ -104,7 +105,7 @@ def plant(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Pla
         stack.start()
         plant = Plant(stack, cluster)
         yield plant
-        print_table(plant.rows)
+        FAULT_TABLE.extend(table(plant.rows))
     finally:
         stack.stop()
         cluster.kill()
@@ -294,7 +295,6 @@ def test_a_fault_costs_recomputation_and_nothing_else(
     row.first_hit_s = seconds_to_first_hit(talk)
     talk.check()
     row.leaked_blocks = blocks_left_after_the_end(plant)
-    print_table([row])
     assert row.errors == []
     assert row.wrong == []
     assert row.leaked_blocks == 0
@@ -348,17 +348,17 @@ def wait(condition: Callable[[], bool], what: str, patience_s: float = 20.0) -> 
         time.sleep(0.002)
 
 
-def print_table(rows: list[Row]) -> None:
-    """On the terminal, also where pytest captures output."""
+def table(rows: list[Row]) -> list[str]:
+    """Lines of text: a head, and a line for each fault."""
     lines = [
-        f"{'fault':36} {'turns':>5} {'hits':>4}  {'misses':44} {'errors':>6} {'wrong':>5} "
-        f"{'leaked':>6} {'first hit':>9}"
+        f"{'fault':34} {'turns':>5} {'hits':>4} {'errors':>6} {'wrong':>5} {'leaked':>6} "
+        f"{'first hit':>9}  misses"
     ]
     for row in rows:
         misses = ", ".join(f"{n} {w}" for w, n in sorted(row.outcomes.items()) if w != "hit")
         first = "never" if row.first_hit_s is None else f"{row.first_hit_s:.1f} s"
         lines.append(
-            f"{row.fault:36} {row.turns:5} {row.outcomes['hit']:4}  {misses:44} "
-            f"{len(row.errors):6} {len(row.wrong):5} {row.leaked_blocks:6} {first:>9}"
+            f"{row.fault:34} {row.turns:5} {row.outcomes['hit']:4} {len(row.errors):6} "
+            f"{len(row.wrong):5} {row.leaked_blocks:6} {first:>9}  {misses}"
         )
-    print("\n" + "\n".join(lines), file=sys.__stderr__, flush=True)
+    return lines
