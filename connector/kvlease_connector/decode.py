@@ -40,8 +40,8 @@ log = structlog.get_logger("kvlease.connector.decode")
 SWEEP_S = 0.2
 """How often deadlines are looked at. Between two looks an idle engine does nothing."""
 
-PATIENCE_S = 1.0
-"""How long a request waits although there seems to be room, before leases go one by one."""
+PATIENCE_S = 0.1
+"""How long a request waits although there should be room, before leases go one by one."""
 
 CLAIMED = 0.1
 """What a lease counts once its turn has come: that turn's own lease will follow, and this
@@ -93,8 +93,10 @@ class DecodeSide:
         self._kept: dict[str, _Kept] = {}
         self._retained = Retained()
         self._pauses = Pauses()
-        self._waiting = ("", 0.0)
-        """The request that was about to be admitted last, and since when."""
+        self._waiting = ""
+        """The request that was about to be admitted last."""
+        self._fits_since = 0.0
+        """Since when there should have been room for it."""
         self._holder: BlockHolder | None = None
         self._session: Session | None = None
 
@@ -166,13 +168,13 @@ class DecodeSide:
         leases go one by one.
         """
         assert self._holder is not None
-        now = self._clock()
-        waits = bool(request_id) and self._waiting[0] == request_id
-        if not waits:
-            self._waiting = (request_id, now)
+        waits = bool(request_id) and self._waiting == request_id
+        self._waiting = request_id
         needed = self._reserve + (num_blocks if waits else num_blocks - num_cached)
         short = min(needed, self._holder.total_blocks) - self._holder.free_blocks
-        if short <= 0 and now > self._waiting[1] + PATIENCE_S:
+        if short > 0 or not waits:
+            self._fits_since = self._clock()
+        elif self._clock() > self._fits_since + PATIENCE_S:
             short = 1
         return short > 0 and self._give_up(short) > 0
 
