@@ -16,6 +16,7 @@ from kvlease_connector.background import Background
 from kvlease_connector.blocks import BlockHolder
 from kvlease_connector.claims import Claims
 from kvlease_connector.decode import DecodeSide
+from kvlease_connector.holder import HolderServer
 from kvlease_connector.options import Options
 from kvlease_connector.prefill import PrefillSide
 from kvlease_connector.session import Session
@@ -49,6 +50,7 @@ class ControlPlane:
         self._chunk_tokens = chunk_tokens
         self._usage = usage
         self._watch: Future[None] | None = None
+        self._server: HolderServer | None = None
         self._telemetry = Telemetry(
             f"kvlease-{role_name(engine.role)}",
             instance_id=f"{engine.engine_id}/{engine.incarnation}",
@@ -84,6 +86,8 @@ class ControlPlane:
                 settings,
                 chunk_tokens=self._chunk_tokens,
             )
+            self._server = HolderServer(self.decode.confirm)
+            self._engine.holder_address = await self._server.start(self._engine.side_channel_host)
         self._open_session()
 
     def _open_session(self) -> None:
@@ -114,7 +118,9 @@ class ControlPlane:
             self.decode.session_lost(session_id, ended_by)
 
     def stop(self) -> None:
-        """Deregisters, ends all calls, exports the last spans."""
+        """Lets no reader in any more, deregisters, ends all calls, exports the last spans."""
+        if self._server is not None:
+            self._background.submit(self._server.stop(), "stop").result(JOIN_TIMEOUT_S)
         self._background.stop()
         self._telemetry.shutdown()
 

@@ -287,6 +287,12 @@ class DecodeSide:
 
     # --- any thread -------------------------------------------------------------------
 
+    def confirm(self, lease_id: str, ticket_id: str) -> float:
+        """For how many seconds, at least, a lease's blocks are kept for a ticket from now
+        on; 0: they are not."""
+        with self._lock:
+            return self._table.confirm(lease_id, ticket_id, self._clock())
+
     def usage(self) -> registry_pb2.BlockUsage:
         """The engine's blocks now. What the next drain frees counts as free."""
         if self._holder is None:
