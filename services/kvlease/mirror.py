@@ -56,7 +56,11 @@ class Entry(Generic[Record]):
 @dataclass(frozen=True, slots=True)
 class Change(Generic[Record]):
     """A key's record before and after a change; None: absent. ``after_gap``: the moment
-    of the removal was not seen."""
+    of the removal was not seen.
+
+    One without a key comes after each gap in the store's history: what was written and
+    replaced in between has not been reported.
+    """
 
     key: str
     before: Record | None
@@ -190,6 +194,8 @@ class Mirror(Generic[Record]):
         match event:
             case Synced():
                 self._written.clear()  # what they told may have been skipped
+                if self._synced.is_set():
+                    self._publish(Change("", None, None, after_gap=True))
                 self._synced.set()
             case Changed(item) if item.key == self._fence_key:
                 self._fence_revision = item.revision

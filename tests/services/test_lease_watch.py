@@ -22,7 +22,9 @@ from control_plane import (
 
 from kvlease.lease import watches
 from kvlease.lease.knowledge import LeaseView
-from kvlease.mirror import Change
+from kvlease.mirror import Change, Mirror
+from kvlease.store.base import Changed, Synced, Versioned
+from kvlease.store.memory import MemoryStore
 from kvlease.v1 import lease_pb2, registry_pb2
 from kvlease.v1.lease_pb2 import WatchLeasesResponse
 from kvlease.v1.registry_pb2 import Engine
@@ -212,3 +214,19 @@ def test_a_gap_is_passed_on() -> None:
     assert event is not None
     assert (event.kind, event.after_gap) == (DELETE, True)
     assert watches.event(Change("key", view, None), "another") is None
+
+
+async def test_a_watch_that_may_have_missed_something_ends() -> None:
+    # given a watch of a mirror, whose store loses a part of its history
+    mirror: Mirror[LeaseView] = Mirror(MemoryStore(), "/leases/", LeaseView.parse)
+    mirror._apply(Synced())
+    events = watches.events(mirror, "s")
+    assert (await anext(events)).kind == SYNCED
+    lease = lease_pb2.Lease(lease_id="l", holder_session_id="s")
+    mirror._apply(Changed(Versioned("/leases/k", lease.SerializeToString(), 2, "s")))
+    assert (await anext(events)).kind == UPSERT
+    # when the mirror has listed anew
+    mirror._apply(Synced())
+    # then the watch ends, so that its reader does so too
+    with pytest.raises(StopAsyncIteration):
+        await anext(events)

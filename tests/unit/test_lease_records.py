@@ -23,7 +23,7 @@ from kvlease.lease.buckets import USE_PUTS, USE_S, Buckets
 from kvlease.lease.knowledge import Knowledge, LeaseView
 from kvlease.lease.records import BOTH, INFO, LEASE, Records
 from kvlease.lease.rules import State
-from kvlease.mirror import Mirror
+from kvlease.mirror import Change, Mirror, Subscription
 from kvlease.registry import keys as registry_keys
 from kvlease.rpc import Refused
 from kvlease.store.base import (
@@ -99,7 +99,7 @@ class Replica:
             after, lease = rules.grant(state, request, LIMITS, NOW)
             return lease, after
 
-        return await self.records.change(CONVERSATION, decide, BOTH)
+        return await self.records.change(CONVERSATION, decide, BOTH, alone=True)
 
     async def claim(self, ticket_id: str, **fields: Any) -> ClaimResponse:
         request = claim_request(ticket_id=ticket_id, **fields)
@@ -198,7 +198,35 @@ async def test_in_a_batch_each_call_sees_what_those_before_it_did(
     assert (first.lease_id, second.lease_id) == ("lease-1", "lease-2")
     assert answer.lease_id == "lease-2"
     assert turn == 3
-    assert len(store.commits) == 1
+    assert len(store.commits) == 3  # each grant, and the rest
+
+
+async def test_every_grant_is_seen_by_watches(
+    store: Counting, replicas: tuple[Replica, Replica], session: str
+) -> None:
+    # given grants, and claims between them, that all come at once
+    replica, _ = replicas
+    with replica.leases.subscribe() as changes:
+        await asyncio.gather(
+            replica.grant(session, lease_id="lease-1"),
+            replica.claim("a"),
+            replica.claim("b"),
+            replica.grant(session, lease_id="lease-2", turn=2),
+            replica.grant(session, lease_id="lease-3", turn=3),
+        )
+        await replica.caught_up()
+        shown = [change.after.lease async for change in _until_quiet(changes) if change.after]
+    # then each was stored by itself, and said what it replaced
+    assert [lease.lease_id for lease in shown] == ["lease-1", "lease-1", "lease-2", "lease-3"]
+    assert [lease.superseded_lease_id for lease in shown] == ["", "", "lease-1", "lease-2"]
+    assert len(shown[1].tickets) == 2
+
+
+async def _until_quiet(changes: Subscription[LeaseView]) -> AsyncIterator[Change[LeaseView]]:
+    async for change in changes:
+        yield change
+        if changes._queue.empty():
+            return
 
 
 async def test_a_refusal_in_a_batch_concerns_nobody_else(

@@ -54,6 +54,7 @@ class _Change:
     decide: Decide[Any]
     part: Part
     with_holder: bool
+    alone: bool
     answer: asyncio.Future[Any]
     must_be_certain: bool = False
 
@@ -72,6 +73,15 @@ class _Queue:
 
     conversation: Conversation
     waiting: list[_Change] = field(default_factory=list)
+
+    def take(self) -> list[_Change]:
+        """The first change that waits, and those after it that may be written with it."""
+        count = 1
+        if not self.waiting[0].alone:
+            while count < len(self.waiting) and not self.waiting[count].alone:
+                count += 1
+        taken, self.waiting = self.waiting[:count], self.waiting[count:]
+        return taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +108,12 @@ class Records:
         part: Part,
         *,
         with_holder: bool = False,
+        alone: bool = False,
     ) -> Answer:
         """Decides and writes, as one compare-and-swap.
 
+        ``alone``: what it makes of the records has to be seen by watches, so no other
+        change is written with it.
         ``with_holder``: the rule needs to know for certain whether the lease's holder is
         registered. A caller that is cancelled does not stop its change, which may happen
         or not.
@@ -109,7 +122,7 @@ class Records:
         lease's session has ended; :class:`~kvlease.store.base.StoreUnavailable`.
         """
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        change = _Change(decide, part, with_holder, future)
+        change = _Change(decide, part, with_holder, alone, future)
         key = keys.lease(conversation)
         queue = self._queues.get(key)
         if queue is None:
@@ -141,12 +154,12 @@ class Records:
         self._queues.clear()
 
     async def _drain(self, key: str, queue: _Queue) -> None:
-        """Works until nothing waits. Everything that waits at the start of a round is
-        decided and written in it."""
+        """Works until nothing waits. What waits at the start of a round, and may be
+        written together, is decided and written in it."""
         batch: list[_Change] = []
         try:
             while queue.waiting:
-                batch, queue.waiting = queue.waiting, []
+                batch = queue.take()
                 try:
                     queue.waiting[:0] = await self._work(queue, batch)
                 except Exception as error:  # also a fault of ours: callers wait for it

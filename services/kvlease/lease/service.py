@@ -98,7 +98,8 @@ class LeaseOperations:
             return lease, after
 
         try:
-            lease = await self._records.change(request.conversation, decide, BOTH)
+            # Alone, so that its holder's watch shows it, and then whatever becomes of it.
+            lease = await self._records.change(request.conversation, decide, BOTH, alone=True)
         except SessionLost:
             raise _session_lost(request) from None
         metrics.LEASES_GRANTED.inc()

@@ -31,7 +31,8 @@ def event(change: Change[LeaseView], session_id: str) -> WatchLeasesResponse | N
 async def events(
     leases: Mirror[LeaseView], session_id: str
 ) -> AsyncGenerator[WatchLeasesResponse, None]:
-    """Everything there is, SYNCED, then what changes, until the mirror stops.
+    """Everything there is, SYNCED, then what changes, until the mirror stops or has missed
+    something: then the watch is started again, and told what there is.
 
     The caller passes :meth:`~kvlease.mirror.Mirror.fence` first. Raises
     :class:`~kvlease.mirror.FellBehind`.
@@ -43,6 +44,8 @@ async def events(
                 yield there
         yield WatchLeasesResponse(kind=_Kind.KIND_SYNCED)
         async for change in changes:
+            if not change.key:
+                return
             changed = event(change, session_id)
             if changed is not None:
                 yield changed

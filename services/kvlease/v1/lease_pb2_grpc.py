@@ -231,7 +231,8 @@ class LeaseServiceServicer(object):
     def WatchLeases(self, request, context):
         """The leases as they are now (one UPSERT each, then one SYNCED), then every change
         as it happens. A holder watches its own session to learn about tickets and ends.
-        The stream ends only when the caller cancels it or the server stops, or, with
+        The stream ends when the caller cancels it or the server stops; when the service
+        has missed changes, so that a new stream has to tell what there is; and, with
         RESOURCE_EXHAUSTED (WATCH_FELL_BEHIND), when the caller does not read it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -123,7 +123,8 @@ class LeaseServiceStub:
     WatchLeases: grpc.UnaryStreamMultiCallable[kvlease.v1.lease_pb2.WatchLeasesRequest, kvlease.v1.lease_pb2.WatchLeasesResponse]
     """The leases as they are now (one UPSERT each, then one SYNCED), then every change
     as it happens. A holder watches its own session to learn about tickets and ends.
-    The stream ends only when the caller cancels it or the server stops, or, with
+    The stream ends when the caller cancels it or the server stops; when the service
+    has missed changes, so that a new stream has to tell what there is; and, with
     RESOURCE_EXHAUSTED (WATCH_FELL_BEHIND), when the caller does not read it.
     """
     GetConversation: grpc.UnaryUnaryMultiCallable[kvlease.v1.lease_pb2.GetConversationRequest, kvlease.v1.lease_pb2.ConversationInfo]
@@ -230,7 +231,8 @@ class LeaseServiceAsyncStub(LeaseServiceStub):
     WatchLeases: grpc.aio.UnaryStreamMultiCallable[kvlease.v1.lease_pb2.WatchLeasesRequest, kvlease.v1.lease_pb2.WatchLeasesResponse]  # type: ignore[assignment]
     """The leases as they are now (one UPSERT each, then one SYNCED), then every change
     as it happens. A holder watches its own session to learn about tickets and ends.
-    The stream ends only when the caller cancels it or the server stops, or, with
+    The stream ends when the caller cancels it or the server stops; when the service
+    has missed changes, so that a new stream has to tell what there is; and, with
     RESOURCE_EXHAUSTED (WATCH_FELL_BEHIND), when the caller does not read it.
     """
     GetConversation: grpc.aio.UnaryUnaryMultiCallable[kvlease.v1.lease_pb2.GetConversationRequest, kvlease.v1.lease_pb2.ConversationInfo]  # type: ignore[assignment]
@@ -394,7 +396,8 @@ class LeaseServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[kvlease.v1.lease_pb2.WatchLeasesResponse], collections.abc.AsyncIterator[kvlease.v1.lease_pb2.WatchLeasesResponse]]:
         """The leases as they are now (one UPSERT each, then one SYNCED), then every change
         as it happens. A holder watches its own session to learn about tickets and ends.
-        The stream ends only when the caller cancels it or the server stops, or, with
+        The stream ends when the caller cancels it or the server stops; when the service
+        has missed changes, so that a new stream has to tell what there is; and, with
         RESOURCE_EXHAUSTED (WATCH_FELL_BEHIND), when the caller does not read it.
         """
 
