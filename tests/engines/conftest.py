@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from engines.look import MODEL
 from engines.report import FAULT_TABLE
 from engines.turns import Client
 from etcd_server import etcd_binary
@@ -20,9 +21,6 @@ from kvlease.cli.parts import Options
 from kvlease.cli.stack import Stack
 from kvlease.cli.tiny_model import make_model
 from kvlease.config import ConfigError
-
-MODEL = "model"
-"""The small model's name, as clients name it."""
 
 EXTRA = ("prefill-1", "decode-1")
 """Engines that only some tests need: see second_prefill and second_decode."""

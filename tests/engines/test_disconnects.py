@@ -9,14 +9,12 @@ import time
 from collections.abc import Callable, Iterator
 from urllib.parse import urlsplit
 
-import grpc
 import pytest
-from engines.conftest import MODEL
+from engines.look import MODEL, unfinished_requests, usage, wait
 from engines.turns import Client, new_conversation, text
 
 from kvlease.cli.parts import Options
 from kvlease.cli.stack import Stack
-from kvlease.v1 import registry_pb2, registry_pb2_grpc
 
 RETENTION_TTL_S = 5
 SETTINGS = (
@@ -75,7 +73,7 @@ def before_prefill(stack: Stack) -> None:
 
 def during_prefill(stack: Stack) -> None:
     client = LeavingClient(stack, 8000, 10)
-    wait(lambda: running(stack, "prefill") > 0, "the prompt is being computed")
+    wait(lambda: unfinished(stack) > 0, "the prompt is being computed")
     client.leave()
 
 
@@ -109,10 +107,7 @@ def test_a_client_that_leaves_leaves_nothing_behind(
         "no blocks are retained",
         SLACK_S,
     )
-    wait(
-        lambda: running(short_stack, "prefill") == running(short_stack, "decode") == 0,
-        "nothing runs",
-    )
+    wait(lambda: unfinished(short_stack) == 0, "nothing runs")
     # and the engines still answer, with reuse
     client = Client(short_stack.endpoints["router_http"], MODEL)
     wait(lambda: len(usage(short_stack)) == 2, "both engines are registered")
@@ -137,29 +132,7 @@ def test_a_lease_is_over_after_its_retention_ttl(short_stack: Stack) -> None:
     assert client.chat(prompt, conversation).outcome == "miss_expired"
 
 
-def usage(stack: Stack) -> dict[str, registry_pb2.BlockUsage]:
-    with grpc.insecure_channel(stack.plan.registry_grpc) as channel:
-        stub = registry_pb2_grpc.RegistryStub(channel)
-        engines = stub.ListEngines(registry_pb2.ListEnginesRequest(), timeout=5).engines
-        return {engine.engine_id: engine.usage for engine in engines}
-
-
-def running(stack: Stack, role: str) -> float:
-    """vLLM's own count of requests that run or wait, over the engines of a role."""
-    total = 0.0
-    for engine in stack.endpoints[role]:
-        url = urlsplit(engine["http"])
-        connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=5)
-        connection.request("GET", "/metrics")
-        for line in connection.getresponse().read().decode().splitlines():
-            if line.startswith(("vllm:num_requests_running", "vllm:num_requests_waiting{")):
-                total += float(line.rsplit(" ", 1)[1])
-        connection.close()
-    return total
-
-
-def wait(condition: Callable[[], bool], what: str, patience_s: float = 20.0) -> None:
-    deadline = time.monotonic() + patience_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {patience_s} s: {what}"
-        time.sleep(0.1)
+def unfinished(stack: Stack) -> float:
+    """Requests that run or wait, over all engines."""
+    engines = [*stack.endpoints["prefill"], *stack.endpoints["decode"]]
+    return sum(unfinished_requests(engine["http"]) for engine in engines)

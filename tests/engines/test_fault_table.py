@@ -20,14 +20,15 @@ from pathlib import Path
 
 import grpc
 import pytest
-from engines.conftest import MODEL, require_engines
+from engines.conftest import require_engines
+from engines.look import MODEL, has_open_ticket, holder_of, usage, wait, was_claimed
 from engines.report import FAULT_TABLE
 from engines.turns import Client, Message, Turn, new_conversation, text
 from etcd_server import EtcdCluster
 
 from kvlease.cli.parts import Options
 from kvlease.cli.stack import Stack
-from kvlease.v1 import common_pb2, lease_pb2, lease_pb2_grpc, registry_pb2, registry_pb2_grpc
+from kvlease.v1 import lease_pb2, lease_pb2_grpc
 
 SETTINGS = ("session_ttl=3", "retention_ttl=60", "claim_grace=5", "handoff_ttl=10")
 RECOVERY_S = 40.0
@@ -61,26 +62,6 @@ class Plant:
     @property
     def client(self) -> Client:
         return Client(self.stack.endpoints["router_http"], MODEL)
-
-    def lease(self, conversation: str) -> lease_pb2.Lease | None:
-        with grpc.insecure_channel(self.stack.plan.lease_grpc[0]) as channel:
-            key = common_pb2.Conversation(
-                tenant="default", model=MODEL, conversation_id=conversation
-            )
-            request = lease_pb2.GetLeaseRequest(conversation=key)
-            try:
-                found: lease_pb2.Lease = lease_pb2_grpc.LeaseServiceStub(channel).GetLease(
-                    request, timeout=2
-                )
-            except grpc.RpcError:
-                return None
-            return found
-
-    def usage(self) -> dict[str, registry_pb2.BlockUsage]:
-        with grpc.insecure_channel(self.stack.plan.registry_grpc) as channel:
-            stub = registry_pb2_grpc.RegistryStub(channel)
-            engines = stub.ListEngines(registry_pb2.ListEnginesRequest(), timeout=5).engines
-            return {engine.engine_id: engine.usage for engine in engines}
 
 
 @pytest.fixture(scope="module")
@@ -207,14 +188,14 @@ def registry_killed(plant: Plant, talk: Talk) -> Callable[[], None]:
 
 
 def decode_paused(plant: Plant, talk: Talk) -> Callable[[], None]:
-    holder = wait_holder(plant, talk)
+    holder = holder_of(plant.stack, talk.conversation)
     plant.stack.send(holder, signal.SIGSTOP)
     time.sleep(5)  # longer than its session lives
     return lambda: plant.stack.send(holder, signal.SIGCONT)
 
 
 def decode_killed(plant: Plant, talk: Talk) -> Callable[[], None]:
-    holder = wait_holder(plant, talk)
+    holder = holder_of(plant.stack, talk.conversation)
     plant.stack.kill(holder)
     return lambda: plant.stack.start_part(holder)
 
@@ -223,24 +204,21 @@ def decode_stopped_in_a_read(plant: Plant, talk: Talk) -> Callable[[], None]:
     # A long history, so that the read takes a while.
     for seed in (71, 72):
         talk.send([*talk.messages, {"role": "user", "content": text(5000, seed)}])
-    holder = wait_holder(plant, talk)
+    holder = holder_of(plant.stack, talk.conversation)
     thread = threading.Thread(target=talk.go_on)
     thread.start()
-    wait(lambda: bool((lease := plant.lease(talk.conversation)) and lease.tickets), "a claim")
+    wait(lambda: has_open_ticket(plant.stack, talk.conversation), "a claim")
     plant.stack.send(holder, signal.SIGSTOP)
     thread.join()
     return lambda: plant.stack.send(holder, signal.SIGCONT)
 
 
 def prefill_killed_after_its_claim(plant: Plant, talk: Talk) -> Callable[[], None]:
-    wait_holder(plant, talk)
+    holder_of(plant.stack, talk.conversation)
     long = [*talk.messages, {"role": "user", "content": text(5000, 81)}]
     thread = threading.Thread(target=lambda: talk.send(long))
     thread.start()
-    wait(
-        lambda: bool((lease := plant.lease(talk.conversation)) and lease.claim_count),
-        "a claim",
-    )
+    wait(lambda: was_claimed(plant.stack, talk.conversation), "a claim")
     plant.stack.kill("prefill-0")
     thread.join()
     return lambda: plant.stack.start_part("prefill-0")
@@ -283,7 +261,7 @@ def test_a_fault_costs_recomputation_and_nothing_else(
     plant.rows.append(row)
     # given a conversation whose turns hit
     talk = Talk(plant, row, seed=hash_free_seed(fault.__name__))
-    wait_holder(plant, talk)
+    holder_of(plant.stack, talk.conversation)
     assert (turn := talk.go_on()) is not None
     assert turn.outcome == "hit"
     # when a fault comes, lasts for some turns, and goes
@@ -326,26 +304,12 @@ def blocks_left_after_the_end(plant: Plant) -> int:
             )
     deadline = time.monotonic() + LEAK_S
     while time.monotonic() < deadline:
-        usage = plant.usage()
-        left = sum(engine.retained_blocks for engine in usage.values())
-        if left == 0 and len(usage) == 3:
+        engines = usage(plant.stack)
+        left = sum(engine.retained_blocks for engine in engines.values())
+        if left == 0 and len(engines) == 3:
             return 0
         time.sleep(0.2)
     return left or -1
-
-
-def wait_holder(plant: Plant, talk: Talk) -> str:
-    wait(lambda: plant.lease(talk.conversation) is not None, "a lease")
-    lease = plant.lease(talk.conversation)
-    assert lease is not None
-    return lease.holder_engine_id
-
-
-def wait(condition: Callable[[], bool], what: str, patience_s: float = 20.0) -> None:
-    deadline = time.monotonic() + patience_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {patience_s} s: {what}"
-        time.sleep(0.002)
 
 
 def table(rows: list[Row]) -> list[str]:

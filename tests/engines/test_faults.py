@@ -6,14 +6,20 @@ from __future__ import annotations
 import signal
 import threading
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import grpc
 import pytest
-from engines.conftest import MODEL, EngineStack
+from engines.conftest import EngineStack
+from engines.look import (
+    PATIENCE_S,
+    holder_of,
+    is_ready,
+    lease_of,
+    unfinished_requests,
+    usage,
+    wait,
+    was_claimed,
+)
 from engines.turns import (
     Client,
     Message,
@@ -23,10 +29,6 @@ from engines.turns import (
     text,
 )
 from otlp_receiver import Receiver
-
-from kvlease.v1 import common_pb2, lease_pb2, lease_pb2_grpc, registry_pb2, registry_pb2_grpc
-
-PATIENCE_S = 20.0
 
 
 class Talk:
@@ -53,33 +55,6 @@ class Talk:
 
     def check_last(self) -> None:
         assert_same_answer(self.last, self.client.recomputed(self.messages))
-
-
-@pytest.fixture
-def leases(stack: EngineStack) -> Iterator[lease_pb2_grpc.LeaseServiceStub]:
-    with grpc.insecure_channel(stack.plan.lease_grpc[0]) as channel:
-        yield lease_pb2_grpc.LeaseServiceStub(channel)
-
-
-@pytest.fixture
-def registry(stack: EngineStack) -> Iterator[registry_pb2_grpc.RegistryStub]:
-    with grpc.insecure_channel(stack.plan.registry_grpc) as channel:
-        yield registry_pb2_grpc.RegistryStub(channel)
-
-
-def eventually(condition: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
-    deadline = time.monotonic() + patience_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {patience_s} s: {what}"
-        time.sleep(0.1)
-
-
-def retained(registry: registry_pb2_grpc.RegistryStub, engine_id: str) -> tuple[int, int]:
-    """Retained blocks and leases of one engine."""
-    for engine in registry.ListEngines(registry_pb2.ListEnginesRequest()).engines:
-        if engine.engine_id == engine_id:
-            return engine.usage.retained_blocks, engine.usage.retained_leases
-    raise AssertionError(f"{engine_id} is not registered")
 
 
 def hits_again(talk: Talk) -> None:
@@ -158,7 +133,7 @@ def test_a_killed_decode_engine_costs_its_leases_and_nothing_else(
     # given a conversation held by a decode engine that P has, or has not, read from
     if not acquainted:
         stack.restart("prefill-0")
-        eventually(lambda: ready(client), "the router sees prefill-0")
+        wait(lambda: is_ready(stack), "the router sees prefill-0")
     talk = Talk(client, "killed-decode", chars=2500)
     if acquainted:
         assert talk.turn().outcome == "hit"
@@ -192,7 +167,7 @@ def test_a_restarted_decode_engine_does_not_serve_leases_of_its_earlier_life(
     talk = Talk(client, "restarted-decode", chars=2000)
     # given the holder killed and back within its session's TTL, at the same host and port
     stack.restart(holder_of(stack, talk.conversation))
-    eventually(lambda: ready(client), "the router sees the engines")
+    wait(lambda: is_ready(stack), "the router sees the engines")
     # then what it held is gone, and says so
     assert talk.turn().outcome == "miss_engine"
     talk.check_last()
@@ -204,7 +179,6 @@ def test_forks_of_one_history_all_hit_on_two_prefill_engines(
     stack: EngineStack,
     client: Client,
     second_prefill: str,
-    registry: registry_pb2_grpc.RegistryStub,
 ) -> None:
     # given one history
     talk = Talk(client, "forks", chars=2000)
@@ -217,13 +191,7 @@ def test_forks_of_one_history_all_hit_on_two_prefill_engines(
         assert fork.outcome == "hit"
         assert_same_answer(fork, client.recomputed(prompt))
     # and of all the leases only the last is kept
-    eventually(
-        lambda: (
-            leases_of(stack, talk.conversation) == 1
-            and retained_by(stack, talk.conversation) is not None
-        ),
-        "one lease is left",
-    )
+    wait(lambda: only_one_is_left(stack, talk.conversation), "one lease is left")
 
 
 def test_a_turn_that_failed_after_its_claim_hits_when_tried_again(
@@ -269,52 +237,14 @@ def test_parameters_that_a_client_makes_up_reach_no_engine(client: Client) -> No
         assert_same_answer(turn, client.recomputed(prompt))
 
 
-def ready(client: Client) -> bool:
-    try:
-        with urllib.request.urlopen(client.base_url + "/ready", timeout=2) as response:
-            return bool(response.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
-
-
-def lease_of(stack: EngineStack, conversation: str) -> lease_pb2.Lease | None:
-    with grpc.insecure_channel(stack.plan.lease_grpc[0]) as channel:
-        stub = lease_pb2_grpc.LeaseServiceStub(channel)
-        try:
-            lease: lease_pb2.Lease = stub.GetLease(
-                lease_pb2.GetLeaseRequest(
-                    conversation=common_pb2.Conversation(
-                        tenant="default", model=MODEL, conversation_id=conversation
-                    )
-                ),
-                timeout=5,
-            )
-        except grpc.RpcError:
-            return None
-        return lease
-
-
-def holder_of(stack: EngineStack, conversation: str) -> str:
-    eventually(lambda: lease_of(stack, conversation) is not None, "the turn is granted")
+def only_one_is_left(stack: EngineStack, conversation: str) -> bool:
+    """Whether of a conversation's leases the last is kept, and no other retires."""
     lease = lease_of(stack, conversation)
-    assert lease is not None
-    return lease.holder_engine_id
-
-
-def leases_of(stack: EngineStack, conversation: str) -> int:
-    lease = lease_of(stack, conversation)
-    return 0 if lease is None else 1 + len(lease.retiring)
-
-
-def retained_by(stack: EngineStack, conversation: str) -> str | None:
-    """The engine that keeps exactly this conversation's blocks, if there is one."""
-    lease = lease_of(stack, conversation)
-    if lease is None:
-        return None
-    with grpc.insecure_channel(stack.plan.registry_grpc) as channel:
-        stub = registry_pb2_grpc.RegistryStub(channel)
-        blocks, _ = retained(stub, lease.holder_engine_id)
-    return lease.holder_engine_id if blocks >= lease.num_blocks else None
+    return (
+        lease is not None
+        and not lease.retiring
+        and usage(stack)[lease.holder_engine_id].retained_blocks >= lease.num_blocks
+    )
 
 
 def prefilling_engine(stack: EngineStack, conversation: str) -> str:
@@ -322,22 +252,12 @@ def prefilling_engine(stack: EngineStack, conversation: str) -> str:
     busy: list[str] = []
 
     def one_is_busy() -> bool:
-        lease = lease_of(stack, conversation)
         busy[:] = [
             engine["engine_id"]
             for engine in stack.endpoints["prefill"]
-            if lease is not None and lease.claim_count and running_requests(engine["http"])
+            if was_claimed(stack, conversation) and unfinished_requests(engine["http"])
         ]
         return bool(busy)
 
-    eventually(one_is_busy, "the turn has claimed its lease and is being prefilled")
+    wait(one_is_busy, "the turn has claimed its lease and is being prefilled")
     return busy[0]
-
-
-def running_requests(http: str) -> float:
-    """vLLM's own count of the requests that run."""
-    with urllib.request.urlopen(http + "/metrics", timeout=5) as response:
-        for line in response.read().decode().splitlines():
-            if line.startswith("vllm:num_requests_running"):
-                return float(line.rsplit(" ", 1)[1])
-    return 0.0
