@@ -132,7 +132,7 @@ class Settings(BaseModel):
         description='JSON file {"<api key>": "<tenant>"}; empty: every request is tenant "default"',
     )
     start_turn_timeout: float = Field(
-        0.05, gt=0, description="a turn is routed without the lease service's answer after that"
+        0.04, gt=0, description="a turn is routed without the lease service's answer after that"
     )
     prefill_timeout: float = Field(
         300.0, gt=0, description="the prefill half of a turn may take so long"
