@@ -6,15 +6,20 @@ import hashlib
 import json
 from typing import TYPE_CHECKING, Any
 
+from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     compute_nixl_compatibility_hash,
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from kvlease.v1 import registry_pb2
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
+
+    from kvlease_connector.options import Options
 
 
 def unsupported_model(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
@@ -76,3 +81,36 @@ def compatibility_hash(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
         "groups": len(kv_cache_config.kv_cache_groups),
     }
     return hashlib.sha256(json.dumps(factors, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def describe_engine(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    options: Options,
+    *,
+    is_prefill: bool,
+    side_channel: tuple[str, int],
+) -> registry_pb2.Engine:
+    """What the registry is told of this start of an engine."""
+    parallel = vllm_config.parallel_config
+    host, port = side_channel
+    return registry_pb2.Engine(
+        engine_id=options.engine_id,
+        role=(registry_pb2.ENGINE_ROLE_PREFILL if is_prefill else registry_pb2.ENGINE_ROLE_DECODE),
+        incarnation=options.incarnation,
+        model=served_model_name(vllm_config),
+        weights_version=options.weights_version,
+        http_address=options.http_address,
+        side_channel_host=host,
+        side_channel_port=port,
+        block_size=block_size(kv_cache_config),
+        parallelism=registry_pb2.Parallelism(
+            tensor=parallel.tensor_parallel_size,
+            pipeline=parallel.pipeline_parallel_size,
+            decode_context=parallel.decode_context_parallel_size,
+            data=parallel.data_parallel_size,
+        ),
+        kv_bytes_per_token=kv_bytes_per_token(kv_cache_config) * parallel.tensor_parallel_size,
+        compatibility_hash=compatibility_hash(vllm_config, kv_cache_config),
+        engine_version=vllm_version,
+    )

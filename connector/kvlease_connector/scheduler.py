@@ -13,7 +13,6 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import structlog
-from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
     NixlPullConnectorScheduler,
 )
@@ -79,7 +78,13 @@ class KvLeaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         self._model = model.served_model_name(vllm_config)
         self._block_size = model.block_size(kv_cache_config)
         self._chunk_tokens = prefix.chunk_tokens_for(self._block_size)
-        self._engine = self._describe_engine(kv_cache_config)
+        self._engine = model.describe_engine(
+            vllm_config,
+            kv_cache_config,
+            options,
+            is_prefill=self.is_prefill,
+            side_channel=(self.side_channel_host, self.side_channel_port),
+        )
         self._num_workers = vllm_config.parallel_config.world_size
         self._control: ControlPlane | None = None
         self._handoffs: Handoffs | None = None
@@ -89,34 +94,6 @@ class KvLeaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         self._orders = WorkerOrders()
         self._quarantined: dict[str, list[Any]] = {}
         """Blocks of reads that were given up, and how many workers may still write."""
-
-    def _describe_engine(self, kv_cache_config: KVCacheConfig) -> registry_pb2.Engine:
-        parallel = self.vllm_config.parallel_config
-        return registry_pb2.Engine(
-            engine_id=self.options.engine_id,
-            role=(
-                registry_pb2.ENGINE_ROLE_PREFILL
-                if self.is_prefill
-                else registry_pb2.ENGINE_ROLE_DECODE
-            ),
-            incarnation=self.options.incarnation,
-            model=self._model,
-            weights_version=self.options.weights_version,
-            http_address=self.options.http_address,
-            side_channel_host=self.side_channel_host,
-            side_channel_port=self.side_channel_port,
-            block_size=self._block_size,
-            parallelism=registry_pb2.Parallelism(
-                tensor=parallel.tensor_parallel_size,
-                pipeline=parallel.pipeline_parallel_size,
-                decode_context=parallel.decode_context_parallel_size,
-                data=parallel.data_parallel_size,
-            ),
-            kv_bytes_per_token=model.kv_bytes_per_token(kv_cache_config)
-            * parallel.tensor_parallel_size,
-            compatibility_hash=model.compatibility_hash(self.vllm_config, kv_cache_config),
-            engine_version=vllm_version,
-        )
 
     # --- start and stop ---------------------------------------------------------------
 
