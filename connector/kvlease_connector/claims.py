@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import time
@@ -209,9 +208,7 @@ class Claims:
         """Has the holder confirm the ticket, which limits the time for the read. Returns
         why nothing can be read, else the empty string."""
         if not holder.holder_address:
-            # An engine of an earlier kvlease.
-            reachable = await self._reachable(holder)
-            return "" if reachable else f"{holder.engine_id} does not answer at its side channel"
+            return f"{holder.engine_id} cannot be asked whether it keeps the blocks"
         asked = self._clock()
         try:
             keep_s = await self._holders.confirm(holder, answer.lease_id, answer.ticket_id)
@@ -219,22 +216,6 @@ class Claims:
             return f"{holder.engine_id} does not answer: {error.details()}"
         answer.read_by = min(answer.read_by, asked + keep_s)
         return "" if keep_s > 0 else f"{holder.engine_id} does not keep the lease's blocks any more"
-
-    async def _reachable(self, holder: registry_pb2.Engine) -> bool:
-        """Whether something listens at the holder's side channel: a process that was
-        killed is noticed here, long before its session runs out."""
-        writer: asyncio.StreamWriter | None = None
-        try:
-            async with asyncio.timeout(self._connect_timeout_s):
-                _, writer = await asyncio.open_connection(
-                    holder.side_channel_host, holder.side_channel_port
-                )
-        except (OSError, TimeoutError):
-            return False
-        finally:
-            if writer is not None:
-                writer.close()
-        return True
 
     async def complete(
         self,

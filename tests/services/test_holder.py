@@ -136,6 +136,13 @@ async def test_nothing_is_read_that_the_holder_does_not_keep_any_more(
     assert await open_tickets(plane) == 0
 
 
+async def test_a_holder_that_cannot_be_asked_is_not_read_from(plane: ControlPlane) -> None:
+    await _grant(plane, "")
+    answer = await claim(plane)
+    assert outcomes.word(answer.outcome) == "miss_engine"
+    assert "cannot be asked" in answer.detail
+
+
 async def test_a_holder_that_hangs_is_not_waited_for(plane: ControlPlane) -> None:
     # given a process that is stopped: the kernel accepts connections for it
     with socket.create_server(("127.0.0.1", 0)) as stopped:

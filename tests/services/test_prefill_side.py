@@ -18,6 +18,7 @@ from kvlease import rpc
 from kvlease.v1 import lease_pb2, lease_pb2_grpc, registry_pb2
 from kvlease_connector.background import Background
 from kvlease_connector.claims import Ask, Claims
+from kvlease_connector.holder import HolderServer
 from kvlease_connector.prefill import PrefillSide
 from kvlease_connector.pull_policy import Chunk
 
@@ -62,9 +63,9 @@ class PrefillEngine:
 
     async def grant(self, num_tokens: int) -> None:
         """A decode engine holds so many tokens of the conversation."""
-        server = self.server = await asyncio.start_server(_hang_up, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        self.holder = await self.plane.register(side_channel_port=port)
+        self.server = HolderServer(lambda lease_id, ticket_id: 30.0)
+        address = await self.server.start("127.0.0.1")
+        self.holder = await self.plane.register(holder_address=address)
         request = grant_request(
             self.holder, tokens=range(num_tokens), kv_transfer_params_json=json.dumps(PARAMS)
         )
@@ -117,12 +118,7 @@ class PrefillEngine:
 
     async def stop(self) -> None:
         await asyncio.to_thread(self.background.stop)
-        self.server.close()
-        await self.server.wait_closed()
-
-
-async def _hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    writer.close()
+        await self.server.stop()
 
 
 @pytest.fixture

@@ -198,7 +198,7 @@ class Engine(google.protobuf.message.Message):
     """Version of vLLM in the engine, for example "0.32.0". Informational."""
     holder_address: builtins.str
     """host:port where a decode engine answers Holder calls: readers ask there before
-    they read. Absent: it cannot be asked.
+    they read. Absent: it cannot be asked, so that nobody reads.
     """
     @property
     def parallelism(self) -> Global___Parallelism:
