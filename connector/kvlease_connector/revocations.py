@@ -71,16 +71,21 @@ class Revocations:
         return any(item.failed or now > item.began + SURE_S for item in self._in_flight.values())
 
     def going(self) -> list[str]:
-        """Leases that are being revoked, without any trouble so far. Under the lock."""
-        now = self._clock()
+        """Leases whose blocks come back as soon as their revocation is confirmed: no
+        trouble so far, and nobody reads. Under the lock."""
         return [
-            lease_id
-            for lease_id, item in self._in_flight.items()
-            if not item.failed
-            and now <= item.began + SURE_S
-            and lease_id in self._table.entries
-            and self._table.entries[lease_id].lease.phase is Phase.HELD
+            lease_id for lease_id, item in self._in_flight.items() if self._goes(lease_id, item)
         ]
+
+    def _goes(self, lease_id: str, item: _InFlight) -> bool:
+        entry = self._table.entries.get(lease_id)
+        return (
+            entry is not None
+            and entry.lease.phase is Phase.HELD
+            and not entry.lease.tickets
+            and not item.failed
+            and self._clock() <= item.began + SURE_S
+        )
 
     async def _until_confirmed(self, entry: Entry, item: _InFlight) -> None:
         lease = entry.lease
