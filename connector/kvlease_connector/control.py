@@ -4,6 +4,8 @@ claims (prefill) or grants (decode). All of it lives in the background loop.
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -51,6 +53,7 @@ class ControlPlane:
         self._usage = usage
         self._watch: Future[None] | None = None
         self._server: HolderServer | None = None
+        self._parent = os.getppid()
         self._telemetry = Telemetry(
             f"kvlease-{role_name(engine.role)}",
             instance_id=f"{engine.engine_id}/{engine.incarnation}",
@@ -98,6 +101,7 @@ class ControlPlane:
             usage=self._usage,
             on_opened=self._session_opened,
             on_lost=self._session_lost,
+            on_gone=self._http_gone,
         )
         if self.decode is not None:
             self.decode.bind(self._holder, session)
@@ -116,6 +120,13 @@ class ControlPlane:
             self._watch.cancel()
         if self.decode is not None:
             self.decode.session_lost(session_id, ended_by)
+
+    def _http_gone(self) -> None:
+        """Ends this process if the API server that started it has died: nobody can reach
+        the engine any more, but it would hold its ports, memory and cores."""
+        if os.getppid() != self._parent:
+            log.error("the API server has died; ending the engine", pid=os.getpid())
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def stop(self) -> None:
         """Lets no reader in any more, deregisters, ends all calls, exports the last spans."""

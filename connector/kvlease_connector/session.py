@@ -29,7 +29,9 @@ class Session:
     :attr:`session_id` is None while there is no session. ``on_lost(session_id, ended_by)``
     is called when one has ended; ``ended_by`` is the latest moment at which the store may
     still have shown it, or what the engine granted under it. ``clock`` gives moments;
-    ``answers`` tells whether the engine's HTTP server does.
+    ``answers`` tells whether the engine's HTTP server does. When that is gone, nobody can
+    use the engine: the session ends, ``on_gone`` is called, and the engine registers again
+    should the server come back.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Session:
         usage: Callable[[], registry_pb2.BlockUsage],
         on_opened: Callable[[str], None],
         on_lost: Callable[[str, float], None],
+        on_gone: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         answers: Callable[[], Awaitable[bool]] | None = None,
     ) -> None:
@@ -49,7 +52,9 @@ class Session:
         self._on_opened = on_opened
         self._on_lost = on_lost
         self._clock = clock
+        self._on_gone = on_gone
         self._answers = answers or self._http_answers
+        self._listens = answers or self._http_listens
         self._published: registry_pb2.BlockUsage | None = None
         self.session_id: str | None = None
         self.last_acknowledged = 0.0
@@ -61,8 +66,8 @@ class Session:
     async def run(self) -> None:
         """Until cancelled. Deregisters on the way out."""
         try:
-            await self._until_http_answers()
             while True:
+                await self._until_http_answers()
                 await self._register()
                 await self._keep()
         finally:
@@ -82,6 +87,20 @@ class Session:
     async def _http_answers(self) -> bool:
         url = urlsplit(self._engine.http_address)
         return await _healthy(url.hostname or "", url.port or 80)
+
+    async def _http_listens(self) -> bool:
+        """Whether connections to the HTTP server are not refused. (A busy server may not
+        answer for a while.)"""
+        url = urlsplit(self._engine.http_address)
+        try:
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                _, writer = await asyncio.open_connection(url.hostname, url.port or 80)
+            writer.close()
+        except ConnectionRefusedError:
+            return False
+        except (OSError, TimeoutError):
+            return True
+        return True
 
     async def _register(self) -> None:
         request = registry_pb2.RegisterRequest(engine=self._engine)
@@ -123,6 +142,9 @@ class Session:
                 log.warning("session lost: no acknowledgement within its TTL")
                 self._lose(self.last_attempt + self.ttl_s)
                 return
+            if self._clock() >= due and not await self._listens():
+                await self._leave()
+                return
             try:
                 await self._renew(usage)
                 due = self._clock() + period
@@ -149,6 +171,15 @@ class Session:
         )
         self.last_acknowledged = sent
         self._published = usage
+
+    async def _leave(self) -> None:
+        """The engine's HTTP server is gone."""
+        log.warning("session ended: the engine's HTTP server is gone")
+        left = self.session_id or ""
+        await self._deregister()
+        # Should that have failed, the store shows the session until its TTL is over.
+        self._on_lost(left, self.last_attempt + self.ttl_s)
+        self._on_gone()
 
     def _lose(self, ended_by: float) -> None:
         lost, self.session_id = self.session_id, None

@@ -10,16 +10,35 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 ENV_PREFIX = "KVLEASE_"
 
 CONFIG_FILE_ENV = "KVLEASE_CONFIG"
+
+
+_LISTEN = (
+    "registry_listen",
+    "lease_listen",
+    "router_listen",
+    "router_grpc_listen",
+    "metrics_listen",
+)
+_ENDPOINTS = ("etcd_endpoints", "registry_endpoint", "lease_endpoint")
 
 
 class ConfigError(Exception):
@@ -30,7 +49,7 @@ class Settings(BaseModel):
     """All settings. Services, CLI and connector share it, so that one file configures a
     whole deployment."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     # Store
     etcd_endpoints: str = Field(
@@ -148,6 +167,23 @@ class Settings(BaseModel):
     )
     log_format: Literal["console", "json"] = Field("console", description="how log lines look")
 
+    @field_validator(*_LISTEN, *_ENDPOINTS)
+    @classmethod
+    def _addresses(cls, value: str, info: ValidationInfo) -> str:
+        several = info.field_name in _ENDPOINTS
+        for part in value.split(",") if several else [value]:
+            host, _, port = part.strip().rpartition(":")
+            if value and not (host and port.isascii() and port.isdigit() and int(port) < 2**16):
+                raise ValueError(f"{part.strip()!r} is not host:port with a port up to 65535")
+        return value
+
+    @field_validator("etcd_prefix")
+    @classmethod
+    def _prefix(cls, value: str) -> str:
+        if not re.fullmatch(r"(/[^/\s]+)+", value):
+            raise ValueError("it must look like /name or /name/name, without spaces")
+        return value
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.retention_ttl < self.session_ttl:
@@ -223,7 +259,7 @@ def _read_file(path: str) -> dict[str, Any]:
         raise ConfigError(
             f"the configuration file {path} cannot be read: {error.strerror}"
         ) from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"the configuration file {path} is not valid TOML: {error}") from None
     return {_known(name, path): value for name, value in content.items()}
 
@@ -242,5 +278,6 @@ def _sentence(error: ValidationError) -> str:
     if not problem["loc"]:
         return str(problem["msg"]).removeprefix("Value error, ")
     name = str(problem["loc"][0])
-    detail = str(problem["msg"])[0].lower() + str(problem["msg"])[1:]
+    detail = str(problem["msg"]).removeprefix("Value error, ")
+    detail = detail[0].lower() + detail[1:]
     return f"the setting {name}={problem['input']!r} cannot be used: {detail}"

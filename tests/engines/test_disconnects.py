@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import pytest
 from engines.look import MODEL, unfinished_requests, usage, wait
 from engines.turns import Client, new_conversation, text
 
+from kvlease.cli import processes
 from kvlease.cli.parts import Options
 from kvlease.cli.stack import Stack
 
@@ -130,6 +132,18 @@ def test_a_lease_is_over_after_its_retention_ttl(short_stack: Stack) -> None:
     time.sleep(RETENTION_TTL_S)
     wait(lambda: usage(short_stack)["decode-0"].retained_blocks == 0, "freed", SLACK_S)
     assert client.chat(prompt, conversation).outcome == "miss_expired"
+
+
+def test_an_engine_whose_api_server_dies_leaves_and_ends(short_stack: Stack) -> None:
+    # given only the API server of an engine killed, as the kernel does when memory is short
+    identity = short_stack.identity("decode-0")
+    os.kill(short_stack.pid("decode-0"), signal.SIGKILL)
+    # then the engine leaves the registry, and its other processes end
+    wait(lambda: "decode-0" not in usage(short_stack), "decode-0 has left")
+    wait(lambda: not processes.members(identity), "its processes have ended", 30.0)
+    # and it can be started again where it was
+    short_stack.ended()
+    short_stack.start_part("decode-0")
 
 
 def unfinished(stack: Stack) -> float:

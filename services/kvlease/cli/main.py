@@ -82,4 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # `kvlease leases | head`: the reader has seen enough.
         sys.stderr.close()
         sys.exit(0)
+    except OSError as error:
+        click.echo(f"kvlease: {error}", err=True)
+        sys.exit(1)
     sys.exit(result if isinstance(result, int) else 0)

@@ -61,7 +61,7 @@ def accepts(address: str) -> bool:
     try:
         with socket.create_connection((host.strip("[]"), int(port)), _PROBE_TIMEOUT_S):
             return True
-    except OSError:
+    except (OSError, ValueError, OverflowError):
         return False
 
 

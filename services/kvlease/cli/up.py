@@ -118,7 +118,7 @@ def up(
         engines=engines,
         model=model,
         assignments=assignments,
-        engine_arguments=tuple(word for text in engine_arguments for word in shlex.split(text)),
+        engine_arguments=tuple(word for text in engine_arguments for word in _words(text)),
         prefill_prefix_cache=prefill_prefix_cache,
     )
     _run(options, detach=detach)
@@ -145,6 +145,8 @@ def interruptible(stack: local.Stack) -> Iterator[None]:
     ends the stack, unless it was left to run; a second Ctrl-C does so at once. A part's
     failure becomes the command's."""
     for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            continue  # nohup
         signal.signal(number, _interrupt)
     try:
         try:
@@ -200,3 +202,13 @@ def down(directory: Path, as_json: bool) -> None:
         click.echo(json.dumps(ended))
     elif not ended:
         click.echo(f"down: nothing runs in {directory}")
+
+
+def _words(text: str) -> list[str]:
+    """An --engine-arg as a shell would split it."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise click.BadParameter(
+            f"{text!r} cannot be split into words: {error}", param_hint="--engine-arg"
+        ) from None
