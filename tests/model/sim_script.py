@@ -220,29 +220,30 @@ def _weathers() -> st.SearchStrategy[Step]:
 _FAULT_S = st.sampled_from([2.0, 0.5, 7.0, 14.0, 20.0, 50.0])
 
 
-def _faults() -> st.SearchStrategy[Step]:
+def _faults() -> list[st.SearchStrategy[Step]]:
     place = st.integers(0, 6)
-    return st.one_of(
+    events = ["elect_leader", "lose_history", "break_watches", "heal"]
+    return [
         _weathers(),
         st.builds(Pause, place, _FAULT_S),
         st.builds(Crash, place, _FAULT_S),
         st.builds(StorePause, _FAULT_S, st.booleans()),
-        st.builds(
-            Event, st.sampled_from(["elect_leader", "lose_history", "break_watches", "heal"])
-        ),
-    )
+        st.builds(Event, st.sampled_from(events)),
+        st.builds(End, _WHO),
+        st.builds(Renew, _WHO, st.sampled_from([110.0, 20.0, 60.0])),
+    ]
 
 
 def scripts() -> st.SearchStrategy[list[Step]]:
+    """Turns, waits, and some kinds of trouble: a script with few kinds has more of each."""
     waits = st.builds(Wait, st.sampled_from([0.3, 0.005, 0.02, 1.0, 3.0, 9.0, 16.0, 31.0, 60.0]))
-    step = st.one_of(
-        waits,
-        _turns(),
-        waits,
-        _turns(),
-        st.one_of(
-            st.builds(End, _WHO), st.builds(Renew, _WHO, st.sampled_from([110.0, 20.0, 60.0]))
-        ),
-        _faults(),
-    )
-    return st.lists(step, min_size=3, max_size=60)
+    often = [waits, _turns(), waits, _turns()]
+    begin: list[Step] = [Turn(), Wait(1.0)]
+    kinds = st.lists(st.sampled_from(range(7)), min_size=1, max_size=3)
+
+    def of(chosen: list[int]) -> st.SearchStrategy[list[Step]]:
+        faults = _faults()
+        step = st.one_of(*often, *(faults[kind] for kind in chosen))
+        return st.lists(step, min_size=6, max_size=50).map(lambda steps: begin + steps)
+
+    return kinds.flatmap(of)
