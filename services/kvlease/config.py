@@ -172,7 +172,11 @@ class Settings(BaseModel):
     def _addresses(cls, value: str, info: ValidationInfo) -> str:
         several = info.field_name in _ENDPOINTS
         for part in value.split(",") if several else [value]:
-            host, _, port = part.strip().rpartition(":")
+            address = part.strip()
+            if info.field_name == "etcd_endpoints":
+                # etcd's own tools take URLs.
+                address = re.sub(r"^https?://|/$", "", address)
+            host, _, port = address.rpartition(":")
             if value and not (host and port.isascii() and port.isdigit() and int(port) < 2**16):
                 raise ValueError(f"{part.strip()!r} is not host:port with a port up to 65535")
         return value
@@ -180,7 +184,7 @@ class Settings(BaseModel):
     @field_validator("etcd_prefix")
     @classmethod
     def _prefix(cls, value: str) -> str:
-        if not re.fullmatch(r"(/[^/\s]+)+", value):
+        if not re.fullmatch(r"(/[^/\s]+)+/?", value):
             raise ValueError("it must look like /name or /name/name, without spaces")
         return value
 
