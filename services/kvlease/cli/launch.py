@@ -105,6 +105,9 @@ def build(engine: Engine, *, env: Mapping[str, str], cpus: Sequence[int] = ()) -
         *("--host", engine.host),
         *("--port", str(engine.port)),
     ]
+    # vLLM kills its engine core at once by default; in this time it says goodbye to the
+    # registry, and running requests end.
+    argv += ["--shutdown-timeout", "5"]
     if engine.cpu:
         argv += ["--dtype", "float32", "--max-model-len", str(_cpu_max_model_len(engine.model))]
         argv += ["--max-num-seqs", "8", "--enforce-eager"]
