@@ -38,7 +38,8 @@ _LISTEN = (
     "router_grpc_listen",
     "metrics_listen",
 )
-_ENDPOINTS = ("etcd_endpoints", "registry_endpoint", "lease_endpoint")
+_ENDPOINTS = ("registry_endpoint", "lease_endpoint")
+# (etcd_endpoints are looked at by the store, which also takes URLs.)
 
 
 class ConfigError(Exception):
@@ -172,11 +173,7 @@ class Settings(BaseModel):
     def _addresses(cls, value: str, info: ValidationInfo) -> str:
         several = info.field_name in _ENDPOINTS
         for part in value.split(",") if several else [value]:
-            address = part.strip()
-            if info.field_name == "etcd_endpoints":
-                # etcd's own tools take URLs.
-                address = re.sub(r"^https?://|/$", "", address)
-            host, _, port = address.rpartition(":")
+            host, _, port = part.strip().rpartition(":")
             if value and not (host and port.isascii() and port.isdigit() and int(port) < 2**16):
                 raise ValueError(f"{part.strip()!r} is not host:port with a port up to 65535")
         return value
