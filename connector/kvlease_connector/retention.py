@@ -45,7 +45,9 @@ class HeldLease:
     tickets: dict[str, float] = field(default_factory=dict)
     """Open tickets and the latest moment their reads may end."""
     unseen: set[str] = field(default_factory=set)
-    """Those whose readers have asked, and that no record has shown yet."""
+    """Those that a reader or an answer has told of, and the watch has not shown yet."""
+    closed: set[str] = field(default_factory=set)
+    """Those that were shown, and then were not: their reads are completed."""
     not_before: float = -math.inf
     """Never free earlier: a ticket may have been opened unseen."""
     expires_at: float = math.inf
@@ -85,7 +87,7 @@ class HeldLease:
         clock; 0: it may not. The blocks are kept at least so long, unless the ticket is
         completed."""
         until = min(self.tickets.get(ticket_id, now + self.claim_grace_s), self.hard_deadline)
-        if until <= now:
+        if until <= now or ticket_id in self.closed:
             return 0.0
         if ticket_id not in self.tickets:
             self.tickets[ticket_id] = now + self.claim_grace_s
@@ -93,16 +95,27 @@ class HeldLease:
         return (until - now) * SAME_RATE
 
     def tickets_are(self, ticket_ids: Iterable[str], now: float) -> None:
-        """The store shows these tickets open, and no others. A ticket lives for the claim
+        """A watch shows these tickets open, and no others. A ticket lives for the claim
         grace from its opening, so for less than that from when its holder first sees it.
 
-        A reader may ask before its ticket is seen here, so that one that was not seen is
-        not one that was closed."""
-        shown = list(ticket_ids)
-        self.unseen.difference_update(shown)
+        Readers and answers may be ahead of the watch: a ticket that it has not shown yet
+        is not one that was closed."""
+        shown = set(ticket_ids)
+        self._keep_only(shown | self.unseen, now)
+        self.unseen -= shown
+
+    def tickets_were(self, ticket_ids: Iterable[str], now: float) -> None:
+        """An answer says that these tickets were open, and no others. A watch may have
+        shown more since, or less."""
+        told = set(ticket_ids) - self.closed
+        self.unseen |= told - self.tickets.keys()
+        self._keep_only(told | self.unseen, now)
+
+    def _keep_only(self, ticket_ids: set[str], now: float) -> None:
+        self.closed |= self.tickets.keys() - ticket_ids
         self.tickets = {
             ticket_id: self.tickets.get(ticket_id, now + self.claim_grace_s)
-            for ticket_id in (*shown, *sorted(self.unseen))
+            for ticket_id in sorted(ticket_ids)
         }
 
     def end(self, now: float, *, unseen_tickets: bool) -> None:

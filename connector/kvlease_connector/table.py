@@ -8,7 +8,7 @@ passed in. Records are the protobuf messages of the API.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from kvlease import times
@@ -65,7 +65,7 @@ class LeaseTable:
         for other in self._of(record.conversation):
             held_before = other.held_since < entry.asked_at or _follows(record, other)
             if other is not entry and held_before:
-                _superseded(other, record, now)
+                _superseded(other, record, now, other.lease.tickets_were)
 
     def refused(self, lease_id: str, now: float) -> None:
         """The lease service has refused a grant."""
@@ -90,7 +90,7 @@ class LeaseTable:
         for other in self._of(record.conversation):
             ended = other.lease.phase is Phase.ENDED or other.seen_in_watch
             if other is not entry and (ended or _follows(record, other)):
-                _superseded(other, record, now)
+                _superseded(other, record, now, other.lease.tickets_are)
         if entry is None:
             return self._stray(record)
         lease, entry.seen_in_watch = entry.lease, True
@@ -148,7 +148,7 @@ class LeaseTable:
     def revoked(self, lease_id: str, open_tickets: Iterable[str], now: float) -> None:
         """The lease service has confirmed that a lease has ended."""
         if (entry := self.entries.get(lease_id)) is not None:
-            entry.lease.tickets_are(open_tickets, now)
+            entry.lease.tickets_were(open_tickets, now)
             # A grant of it that comes later is refused.
             entry.lease.end(now, unseen_tickets=False)
 
@@ -188,7 +188,12 @@ class LeaseTable:
         return [e for e in self.entries.values() if e.conversation == conversation]
 
 
-def _superseded(entry: Entry, record: lease_pb2.Lease, now: float) -> None:
+def _superseded(
+    entry: Entry,
+    record: lease_pb2.Lease,
+    now: float,
+    tickets: Callable[[Iterable[str], float], None],
+) -> None:
     """Another lease has the conversation's record. What is known of tickets of this one?
 
     All, if the record names it. If it does not, nobody reads, provided that the record
@@ -200,10 +205,10 @@ def _superseded(entry: Entry, record: lease_pb2.Lease, now: float) -> None:
     named = _tickets_of(lease.lease_id, record)
     if named is not None:
         entry.retiring_in = record.lease_id
-        lease.tickets_are(named, now)
+        tickets(named, now)
         lease.end(now, unseen_tickets=False)
     elif _follows(record, entry):
-        lease.tickets_are([], now)
+        tickets([], now)
         lease.end(now, unseen_tickets=False)
     else:
         lease.end(now, unseen_tickets=True)

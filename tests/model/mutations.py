@@ -118,10 +118,17 @@ def _free_under_readers(real: Any) -> Any:
 
 
 def _tickets_without_an_end(real: Any) -> Any:
-    def tickets_are(self: HeldLease, ticket_ids: Any, now: float) -> None:
+    def keep_only(self: HeldLease, ticket_ids: set[str], now: float) -> None:
         self.tickets = dict.fromkeys(ticket_ids, math.inf)
 
-    return tickets_are
+    return keep_only
+
+
+def _watches_are_never_behind(real: Any) -> Any:
+    def tickets_were(self: HeldLease, ticket_ids: Any, now: float) -> None:
+        self.tickets_are(ticket_ids, now)
+
+    return tickets_were
 
 
 def _free_before_the_answer(real: Any) -> Any:
@@ -151,9 +158,9 @@ def _gone_means_unread(real: Any) -> Any:
 
 
 def _not_named_means_unread(real: Any) -> Any:
-    def superseded(entry: Any, record: Any, now: float) -> None:
+    def superseded(entry: Any, record: Any, now: float, tickets: Any) -> None:
         if table_rules._tickets_of(entry.lease.lease_id, record) is not None:
-            real(entry, record, now)
+            real(entry, record, now, tickets)
             return
         entry.lease.tickets.clear()
         entry.lease.end(now, unseen_tickets=False)
@@ -310,7 +317,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a holder waits for ever for a reader",
-        _patch(HeldLease, "tickets_are", _tickets_without_an_end),
+        _patch(HeldLease, "_keep_only", _tickets_without_an_end),
         "a conversation ends, and its reader never says that it is done",
         "decode-0 keeps",
     ),
@@ -336,6 +343,12 @@ MUTATIONS = (
         "a lease that a record does not name is not being read",
         _patch(table_rules, "_superseded", _not_named_means_unread),
         "a successor is lost while its predecessor is read",
+        "no block is freed under a reader",
+    ),
+    Mutation(
+        "what an answer has told is forgotten when the watch is behind",
+        _patch(HeldLease, "tickets_were", _watches_are_never_behind),
+        "a watch is behind what an answer has told",
         "no block is freed under a reader",
     ),
     Mutation(

@@ -192,6 +192,13 @@ SCENARIOS: dict[str, tuple[Setup, list[Step]]] = {
             *(Crash(DECODE_1, 60.0), Wait(17.0), Weather("store", "lease", "good"), Wait(20.0)),
         ],
     ),
+    "a watch is behind what an answer has told": (
+        ONE,
+        [
+            *(Turn(retain_s=20.0), Wait(18.0), Weather("store", "lease", "late")),
+            *(Turn(end=True), Wait(0.6), Turn(end=True, room_s=8.0), Wait(30.0)),
+        ],
+    ),
     "answers are slow, and reads end as late as they may": (
         ONE,
         [

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from kvlease_connector.blocks import BlockHolder
 from kvlease_connector.decode import DecodeSide
 from kvlease_connector.grants import Finished
 from kvlease_connector.session import Session
+from kvlease_connector.table import LeaseTable
 
 if TYPE_CHECKING:
     from sim_oracle import Oracle
@@ -49,6 +50,22 @@ class Holder(BlockHolder):
     def release(self, held: Sequence[Any]) -> None:
         self._oracle.released(self._run, self._held.pop(id(held)))
         super().release(held)
+
+
+def _eager(drain: Callable[[], None]) -> type[LeaseTable]:
+    """A table of leases whose engine takes a step after whatever it hears, as a busy one
+    may: what can be freed only for a moment is freed."""
+
+    def wrap(name: str) -> Callable[..., Any]:
+        def hear(self: LeaseTable, *args: Any, **kwargs: Any) -> Any:
+            result = getattr(LeaseTable, name)(self, *args, **kwargs)
+            asyncio.get_running_loop().call_soon(drain)
+            return result
+
+        return hear
+
+    names = ("show", "removed", "synced", "session_lost", "granted", "refused", "revoked")
+    return type("EagerTable", (LeaseTable,), {"__slots__": (), **{n: wrap(n) for n in names}})
 
 
 class TaskBackground:
@@ -118,6 +135,7 @@ class DecodeRun:
             answers=_yes,
         )
         self.side.bind(Holder(self, self.manager, host.oracle), self.session)
+        self.side._table.__class__ = _eager(self.side.drain)
         self._watch: asyncio.Task[None] | None = None
         self.process.spawn(self.side.sweep())
         self.process.spawn(self.session.run())

@@ -115,9 +115,49 @@ def test_a_new_grant_ends_what_was_held_before() -> None:
     following = record("next", superseded="mine", retiring=[("mine", "t1")])
     table.granted("next", following, 480.0, now=10.1)
     assert table.entries["mine"].lease.phase is Phase.ENDED
+    table.show(following, now=10.2)
     assert freed(table, 11.0) == []
     table.show(record("next", superseded="mine"), now=12.0)
     assert freed(table, 12.0) == ["mine"]
+
+
+def test_a_watch_that_is_behind_closes_no_ticket_that_an_answer_has_told_of() -> None:
+    # given a ticket that was opened just before the revocation, whose answer tells of it
+    table, _ = held()
+    table.revoked("mine", ["t1"], now=10.0)
+    # when the watch is behind: it shows what was before, and then the ticket
+    table.show(record("mine", "t0"), now=10.1)
+    table.show(record(), now=10.2)
+    assert freed(table, 10.2) == []
+    table.show(record("mine", "t1"), now=10.3)
+    table.show(record("mine", "t1", state=ENDING), now=10.4)
+    assert freed(table, 10.4) == []
+    # then it is free when it shows that the read is over
+    table.show(record("mine", state=ENDING), now=10.5)
+    assert freed(table, 10.5) == ["mine"]
+
+
+def test_an_answer_does_not_bring_back_what_the_watch_has_shown_to_be_closed() -> None:
+    table, _ = held()
+    table.show(record("mine", "t1"), now=10.0)
+    table.show(record(), now=10.1)
+    table.revoked("mine", ["t1"], now=10.2)
+    assert freed(table, 10.2) == ["mine"]
+
+
+def test_a_grants_answer_tells_of_readers_before_the_watch_does() -> None:
+    table, _ = held()
+    table.add(entry("next", at=10.0))
+    following = record("next", superseded="mine", retiring=[("mine", "t1")])
+    table.granted("next", following, 480.0, now=10.1)
+    # when the watch is behind
+    table.show(record("mine"), now=10.2)
+    assert freed(table, 10.2) == []
+    table.show(record("mine", "t1"), now=10.3)
+    table.show(following, now=10.4)
+    assert freed(table, 10.4) == []
+    table.show(record("next", superseded="mine"), now=10.5)
+    assert freed(table, 10.5) == ["mine"]
 
 
 def test_an_answer_that_is_late_takes_no_ticket_back() -> None:
@@ -216,6 +256,15 @@ def test_a_reader_that_asked_is_kept_although_no_record_shows_it_yet() -> None:
     # when it has been shown, it goes as it is shown to go
     table.show(record("mine", "t1"), now=10.2)
     table.show(record(), now=10.3)
+    assert not item.lease.tickets
+
+
+def test_a_question_that_comes_after_the_read_was_completed_keeps_nothing() -> None:
+    table, item = held()
+    table.confirm("mine", "t1", now=10.0)
+    table.show(record("mine", "t1"), now=10.1)
+    table.show(record(), now=10.2)
+    assert table.confirm("mine", "t1", now=40.0) == 0.0
     assert not item.lease.tickets
 
 
