@@ -27,7 +27,7 @@ from kvlease_connector.blocks import BlockHolder
 from kvlease_connector.budget import Candidate, Release, Retained, cheapest
 from kvlease_connector.grants import Finished, Grants
 from kvlease_connector.retention import HeldLease, Phase
-from kvlease_connector.revocations import RETRY_S, Revocations
+from kvlease_connector.revocations import RETRY_S, SURE_S, Revocations
 from kvlease_connector.session import Session
 from kvlease_connector.table import Entry, LeaseTable
 from kvlease_connector.value import Pauses, keep_value
@@ -189,13 +189,31 @@ class DecodeSide:
         """A running request gets no block, and would be preempted: whether blocks of
         leases come back for it, at once or as soon as a revocation is confirmed.
 
-        True is bounded in time: each lease is revoked once, and one revocation that is
-        not confirmed within ``revocations.SURE_S`` ends the waiting for all.
+        True is bounded in time: each lease is granted and revoked once, and one revocation
+        that is not confirmed within ``SURE_S`` ends the waiting for all.
         """
         assert self._holder is not None
         before = self._holder.free_blocks
         self.drain()
-        return self._holder.free_blocks > before or self._give_up(max(1, self._reserve)) > 0
+        if self._holder.free_blocks > before or self._give_up(max(1, self._reserve)) > 0:
+            return True
+        with self._lock:
+            retained, stuck = len(self._retained), self._revocations.stuck()
+            # A lease is revoked once its grant is answered: also a matter of milliseconds.
+            answered_from = self._clock() - SURE_S
+            granting = any(
+                entry.lease.phase is Phase.GRANTING and entry.asked_at > answered_from
+                for entry in self._table.entries.values()
+            )
+        if granting and not stuck:
+            return True
+        if retained:
+            log.info(
+                "a running request is preempted beside retained blocks",
+                retained_blocks=retained,
+                reason="revocations are not confirmed" if stuck else "readers, or shared blocks",
+            )
+        return False
 
     @property
     def _reserve(self) -> int:

@@ -22,9 +22,10 @@ from decode_engine import DecodeEngine
 
 from kvlease import times
 from kvlease.v1 import lease_pb2, registry_pb2
-from kvlease_connector import grants, revocations
+from kvlease_connector import grants
 from kvlease_connector.decode import PATIENCE_S
 from kvlease_connector.retention import Phase
+from kvlease_connector.revocations import SURE_S
 
 GRACE_S = 2.0
 SESSION_S = 3
@@ -406,6 +407,17 @@ async def test_a_running_request_waits_for_blocks_that_come_back(
     assert not engine.side.room_is_coming()
 
 
+async def test_blocks_of_a_turn_that_has_just_ended_come_back_too(engine: DecodeEngine) -> None:
+    # given a lease that is still being granted, and nothing else to free
+    assert engine.pool.allocate("running", 90) is not None
+    engine.turn("c1")
+    assert engine.phases == {"c1": Phase.GRANTING}
+
+    while engine.pool.allocate("more", 1) is None:
+        assert engine.side.room_is_coming(), "it would have been preempted"
+        await asyncio.sleep(0.001)
+
+
 # --- when the lease service does not answer ---------------------------------------------
 
 
@@ -421,7 +433,7 @@ async def test_without_the_lease_service_nothing_is_waited_for(
     # then a running request waits for a moment, and is then preempted
     began = time.monotonic()
     while engine.side.room_is_coming():
-        assert time.monotonic() - began < 2 * revocations.SURE_S
+        assert time.monotonic() - began < 2 * SURE_S
         await asyncio.sleep(0.001)
     # and the blocks stay: the lease may be claimed
     assert engine.free == 0
@@ -439,7 +451,7 @@ async def test_without_the_lease_service_a_full_budget_keeps_nothing_more(
     await proxies["lease"].stop()
 
     engine.turn("c2")  # c1 is revoked for it, which cannot be confirmed
-    await asyncio.sleep(2 * revocations.SURE_S)
+    await asyncio.sleep(2 * SURE_S)
     engine.turn("c3")
 
     assert "c3" not in engine.phases
