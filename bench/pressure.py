@@ -42,9 +42,7 @@ from kvlease.cli.tiny_model import make_model
 from kvlease.v1 import lease_pb2, lease_pb2_grpc, registry_pb2, registry_pb2_grpc
 
 BLOCK = 128
-FIRST_CHARS, NEXT_CHARS, ANSWER_TOKENS = 280, 60, 160
-TOTAL_BLOCKS = 56
-"""A conversation of three turns ends with 7 blocks and has 5.5 on average: five take half."""
+FIRST_CHARS, NEXT_CHARS = 280, 60
 MAX_RUNNING = 8
 
 MODES = ("on", "kept", "off")
@@ -95,6 +93,7 @@ class Load:
     """Median; pauses are log-normal."""
     ramp_s: float
     """New conversations come evenly over so long."""
+    answer_tokens: int
 
     async def run(self, stack: Stack, mode: str, number: int) -> Run:
         run = Run(mode)
@@ -127,53 +126,53 @@ class Load:
                 await asyncio.sleep(self.pause_s * chance.lognormvariate(0.0, 0.7))
             said = _text(chance, NEXT_CHARS if turn else FIRST_CHARS)
             messages.append({"role": "user", "content": said})
-            answer = await _ask(session, url, run, name, messages)
+            answer = await self._ask(session, url, run, name, messages)
             if answer is None:
                 return
             messages.append({"role": "assistant", "content": answer})
 
-
-async def _ask(
-    session: aiohttp.ClientSession,
-    url: str,
-    run: Run,
-    name: str,
-    messages: Sequence[Mapping[str, str]],
-) -> str | None:
-    """One streamed turn; its answer, None if it failed."""
-    body = {
-        "messages": messages,
-        "max_tokens": ANSWER_TOKENS,
-        "temperature": 0,
-        "ignore_eos": True,
-        "allowed_token_ids": PRINTABLE,
-        "stream": True,
-    }
-    # Without a conversation nothing is claimed and nothing is retained.
-    headers = {} if run.mode == "off" else {"X-Conversation-ID": name}
-    if run.mode == "kept":
-        headers["x-kvlease-reuse"] = "off"
-    began = time.perf_counter()
-    words: list[str] = []
-    try:
-        async with session.post(url, json=body, headers=headers) as response:
-            if response.status != 200:
-                raise aiohttp.ClientError(f"status {response.status}: {await response.text()}")
-            async for line in response.content:
-                if not line.startswith(b"data: {"):
-                    continue
-                delta = json.loads(line[6:])["choices"][0]["delta"].get("content")
-                if delta:
-                    if not words:
-                        run.ttfts_s.append(time.perf_counter() - began)
-                    words.append(delta)
-        run.outcomes[response.headers["x-kvlease-outcome"]] += 1
-    except (aiohttp.ClientError, OSError, KeyError, ValueError) as error:
-        print(f"pressure: a turn of {name} failed: {error}", file=sys.stderr)
-        run.errors += 1
-        return None
-    run.tokens += ANSWER_TOKENS
-    return "".join(words)
+    async def _ask(
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        run: Run,
+        name: str,
+        messages: Sequence[Mapping[str, str]],
+    ) -> str | None:
+        """One streamed turn; its answer, None if it failed."""
+        body = {
+            "messages": messages,
+            "max_tokens": self.answer_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "allowed_token_ids": PRINTABLE,
+            "stream": True,
+        }
+        # Without a conversation nothing is claimed and nothing is retained.
+        headers = {} if run.mode == "off" else {"X-Conversation-ID": name}
+        if run.mode == "kept":
+            headers["x-kvlease-reuse"] = "off"
+        began = time.perf_counter()
+        words: list[str] = []
+        try:
+            async with session.post(url, json=body, headers=headers) as response:
+                if response.status != 200:
+                    raise aiohttp.ClientError(f"status {response.status}: {await response.text()}")
+                async for line in response.content:
+                    if not line.startswith(b"data: {"):
+                        continue
+                    delta = json.loads(line[6:])["choices"][0]["delta"].get("content")
+                    if delta:
+                        if not words:
+                            run.ttfts_s.append(time.perf_counter() - began)
+                        words.append(delta)
+            run.outcomes[response.headers["x-kvlease-outcome"]] += 1
+        except (aiohttp.ClientError, OSError, KeyError, ValueError) as error:
+            print(f"pressure: a turn of {name} failed: {error}", file=sys.stderr)
+            run.errors += 1
+            return None
+        run.tokens += self.answer_tokens
+        return "".join(words)
 
 
 def _text(chance: random.Random, num_chars: int) -> str:
@@ -217,7 +216,7 @@ def until_empty(stack: Stack) -> None:
     time.sleep(1.0)
 
 
-def table(runs: Sequence[Run]) -> str:
+def table(runs: Sequence[Run], total_blocks: int) -> str:
     """Medians over the rounds, and how they compare with ``off``."""
     lines = [
         "| retention | tokens/s | TTFT p50 | TTFT p99 | hits | preempted | retained, mean "
@@ -235,7 +234,7 @@ def table(runs: Sequence[Run]) -> str:
             f"| {statistics.median(run.outcomes['hit'] for run in some):.0f} of {turns:.0f} "
             f"| {statistics.median(run.preemptions for run in some):.0f} "
             f"| {statistics.median(run.retained_mean for run in some):.0f} "
-            f"({max(run.retained_peak for run in some)}) of {TOTAL_BLOCKS} "
+            f"({max(run.retained_peak for run in some)}) of {total_blocks} "
             f"| {sum(run.errors for run in some)} |"
         )
     return "\n".join(lines)
@@ -264,24 +263,32 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=50)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--pause", type=float, default=8.0, help="median pause, in seconds")
+    parser.add_argument("--pause", type=float, default=10.0, help="median pause, in seconds")
     parser.add_argument("--ramp", type=float, default=60.0, help="seconds until all have come")
+    parser.add_argument("--answer", type=int, default=80, help="tokens of each answer")
+    parser.add_argument(
+        "--blocks",
+        type=int,
+        default=44,
+        help="the decode engine's; a conversation has 4.3 on average, so that five take half",
+    )
     parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument("--out", type=Path, default=Path("build/pressure.json"))
     given = parser.parse_args()
-    load = Load(given.conversations, given.turns, given.pause, given.ramp)
+    load = Load(given.conversations, given.turns, given.pause, given.ramp, given.answer)
     runs: list[Run] = []
     with tempfile.TemporaryDirectory() as directory:
         make_model(Path(directory) / "model")
         options = Options(
             directory=Path(directory) / "stack",
             model=Path(directory) / "model",
+            assignments=("pull_policy=threshold",),
             engine_arguments=("--max-model-len", "2048", "--max-num-seqs", str(MAX_RUNNING)),
-            decode_arguments=("--num-gpu-blocks-override", str(TOTAL_BLOCKS + 1)),
+            decode_arguments=("--num-gpu-blocks-override", str(given.blocks + 1)),
             prefill_prefix_cache=False,
         )
         with Stack(options, progress=lambda line: print(f"pressure: {line}")) as stack:
-            warm_up = Load(6, 2, 1.0, 2.0)
+            warm_up = Load(6, 2, 1.0, 2.0, given.answer)
             asyncio.run(warm_up.run(stack, "off", -1))
             for number in range(given.rounds):
                 for mode in given.modes.split(","):
@@ -293,7 +300,7 @@ def main() -> None:
     compared = ratios(runs)
     results = {"runs": [run.report() for run in runs], "compared_with_off": compared}
     given.out.write_text(json.dumps(results, indent=2))
-    print(table(runs))
+    print(table(runs, given.blocks))
     for mode, values in compared.items():
         print(f"{mode}/off: " + ", ".join(f"{k} {v:.2f}" for k, v in values.items()))
     worse = [
