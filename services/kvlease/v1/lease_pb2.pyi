@@ -125,6 +125,38 @@ rest was too short.
 """
 Global___ReadResult: typing_extensions.TypeAlias = ReadResult
 
+class _TurnEnd:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _TurnEndEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_TurnEnd.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    TURN_END_UNSPECIFIED: _TurnEnd.ValueType  # 0
+    """Not known."""
+    TURN_END_OK: _TurnEnd.ValueType  # 1
+    """With its whole answer."""
+    TURN_END_CLIENT_ERROR: _TurnEnd.ValueType  # 2
+    """With an error that was the request's own."""
+    TURN_END_FAILED: _TurnEnd.ValueType  # 3
+    """With an error that was not, or in the middle of its answer."""
+    TURN_END_DISCONNECTED: _TurnEnd.ValueType  # 4
+    """The client went away first."""
+
+class TurnEnd(_TurnEnd, metaclass=_TurnEndEnumTypeWrapper):
+    """How a turn ended for its client."""
+
+TURN_END_UNSPECIFIED: TurnEnd.ValueType  # 0
+"""Not known."""
+TURN_END_OK: TurnEnd.ValueType  # 1
+"""With its whole answer."""
+TURN_END_CLIENT_ERROR: TurnEnd.ValueType  # 2
+"""With an error that was the request's own."""
+TURN_END_FAILED: TurnEnd.ValueType  # 3
+"""With an error that was not, or in the middle of its answer."""
+TURN_END_DISCONNECTED: TurnEnd.ValueType  # 4
+"""The client went away first."""
+Global___TurnEnd: typing_extensions.TypeAlias = TurnEnd
+
 @typing.final
 class Ticket(google.protobuf.message.Message):
     """One reader's right to read one lease's blocks."""
@@ -1012,6 +1044,7 @@ class ConversationInfo(google.protobuf.message.Message):
     LAST_HOLDER_INCARNATION_FIELD_NUMBER: builtins.int
     LAST_END_REASON_FIELD_NUMBER: builtins.int
     ENDED_LEASE_IDS_FIELD_NUMBER: builtins.int
+    TURNS_FIELD_NUMBER: builtins.int
     turn: builtins.int
     """The last turn that was started."""
     ended_through_turn: builtins.int
@@ -1042,6 +1075,13 @@ class ConversationInfo(google.protobuf.message.Message):
         come late, does not bring it back.
         """
 
+    @property
+    def turns(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TurnRecord]:
+        """What became of the last turns, oldest first, 16 at most. A turn is here about a
+        quarter of a second after it has ended, or not at all if its router has died in
+        that time, or the lease service could not be reached for long.
+        """
+
     def __init__(
         self,
         *,
@@ -1055,10 +1095,248 @@ class ConversationInfo(google.protobuf.message.Message):
         last_holder_incarnation: builtins.str = ...,
         last_end_reason: Global___EndReason.ValueType = ...,
         ended_lease_ids: collections.abc.Iterable[builtins.str] | None = ...,
+        turns: collections.abc.Iterable[Global___TurnRecord] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["conversation", b"conversation", "last_turn_time", b"last_turn_time"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["conversation", b"conversation", "ended_lease_ids", b"ended_lease_ids", "ended_through_turn", b"ended_through_turn", "last_end_reason", b"last_end_reason", "last_grant_turn", b"last_grant_turn", "last_holder_engine_id", b"last_holder_engine_id", "last_holder_incarnation", b"last_holder_incarnation", "last_lease_id", b"last_lease_id", "last_turn_time", b"last_turn_time", "turn", b"turn"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["conversation", b"conversation", "ended_lease_ids", b"ended_lease_ids", "ended_through_turn", b"ended_through_turn", "last_end_reason", b"last_end_reason", "last_grant_turn", b"last_grant_turn", "last_holder_engine_id", b"last_holder_engine_id", "last_holder_incarnation", b"last_holder_incarnation", "last_lease_id", b"last_lease_id", "last_turn_time", b"last_turn_time", "turn", b"turn", "turns", b"turns"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ConversationInfo: typing_extensions.TypeAlias = ConversationInfo
+
+@typing.final
+class TurnRecord(google.protobuf.message.Message):
+    """What became of one turn."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TURN_FIELD_NUMBER: builtins.int
+    START_TIME_FIELD_NUMBER: builtins.int
+    OUTCOME_FIELD_NUMBER: builtins.int
+    DETAIL_FIELD_NUMBER: builtins.int
+    END_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    REUSED_TOKENS_FIELD_NUMBER: builtins.int
+    COMPUTED_TOKENS_FIELD_NUMBER: builtins.int
+    TTFT_FIELD_NUMBER: builtins.int
+    PREFILL_ENGINE_ID_FIELD_NUMBER: builtins.int
+    DECODE_ENGINE_ID_FIELD_NUMBER: builtins.int
+    TRACE_ID_FIELD_NUMBER: builtins.int
+    turn: builtins.int
+    """Its number. 0: the lease service could not be asked for one."""
+    outcome: kvlease.v1.common_pb2.Outcome.ValueType
+    """What became of its KV blocks. UNSPECIFIED: it ended before that was decided."""
+    detail: builtins.str
+    """Why, in words: "2048 of 6000 kept tokens are proven equal: ..."."""
+    end: Global___TurnEnd.ValueType
+    """How it ended."""
+    error: builtins.str
+    """What went wrong, in words. Absent where nothing did."""
+    prompt_tokens: builtins.int
+    """Tokens of its prompt. 0: no engine has counted them."""
+    reused_tokens: builtins.int
+    """Of these, read from a decode engine."""
+    computed_tokens: builtins.int
+    """Of these, not read from a decode engine. (Some may have been in the prefill
+    engine's own cache.)
+    """
+    prefill_engine_id: builtins.str
+    """The last prefill engine that was asked. Absent: none."""
+    decode_engine_id: builtins.str
+    """The last decode engine that was asked. Absent: none."""
+    trace_id: builtins.str
+    """Its trace, 32 hex digits."""
+    @property
+    def start_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When its request arrived, by the router's clock."""
+
+    @property
+    def ttft(self) -> google.protobuf.duration_pb2.Duration:
+        """From its arrival to the first content byte to the client. Absent: there was none."""
+
+    def __init__(
+        self,
+        *,
+        turn: builtins.int = ...,
+        start_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        outcome: kvlease.v1.common_pb2.Outcome.ValueType = ...,
+        detail: builtins.str = ...,
+        end: Global___TurnEnd.ValueType = ...,
+        error: builtins.str = ...,
+        prompt_tokens: builtins.int = ...,
+        reused_tokens: builtins.int = ...,
+        computed_tokens: builtins.int = ...,
+        ttft: google.protobuf.duration_pb2.Duration | None = ...,
+        prefill_engine_id: builtins.str = ...,
+        decode_engine_id: builtins.str = ...,
+        trace_id: builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["start_time", b"start_time", "ttft", b"ttft"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["computed_tokens", b"computed_tokens", "decode_engine_id", b"decode_engine_id", "detail", b"detail", "end", b"end", "error", b"error", "outcome", b"outcome", "prefill_engine_id", b"prefill_engine_id", "prompt_tokens", b"prompt_tokens", "reused_tokens", b"reused_tokens", "start_time", b"start_time", "trace_id", b"trace_id", "ttft", b"ttft", "turn", b"turn"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___TurnRecord: typing_extensions.TypeAlias = TurnRecord
+
+@typing.final
+class RecordTurnsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class Entry(google.protobuf.message.Message):
+        """A turn, and whose it is."""
+
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        CONVERSATION_FIELD_NUMBER: builtins.int
+        TURN_FIELD_NUMBER: builtins.int
+        @property
+        def conversation(self) -> kvlease.v1.common_pb2.Conversation:
+            """Which conversation. Required."""
+
+        @property
+        def turn(self) -> Global___TurnRecord:
+            """What became of the turn. Required."""
+
+        def __init__(
+            self,
+            *,
+            conversation: kvlease.v1.common_pb2.Conversation | None = ...,
+            turn: Global___TurnRecord | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["conversation", b"conversation", "turn", b"turn"]
+        def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+        _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["conversation", b"conversation", "turn", b"turn"]
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+    ENTRIES_FIELD_NUMBER: builtins.int
+    @property
+    def entries(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RecordTurnsRequest.Entry]:
+        """At most 64."""
+
+    def __init__(
+        self,
+        *,
+        entries: collections.abc.Iterable[Global___RecordTurnsRequest.Entry] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["entries", b"entries"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___RecordTurnsRequest: typing_extensions.TypeAlias = RecordTurnsRequest
+
+@typing.final
+class RecordTurnsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___RecordTurnsResponse: typing_extensions.TypeAlias = RecordTurnsResponse
+
+@typing.final
+class ListConversationsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: builtins.int
+    ID_CONTAINS_FIELD_NUMBER: builtins.int
+    PAGE_SIZE_FIELD_NUMBER: builtins.int
+    tenant: builtins.str
+    """Only this tenant's. Absent: all."""
+    id_contains: builtins.str
+    """Only those whose conversation_id has this in it. Absent: all."""
+    page_size: builtins.int
+    """At most so many; 100 where absent, 1000 at most. There are no further pages: what
+    comes first changes with every turn.
+    """
+    def __init__(
+        self,
+        *,
+        tenant: builtins.str = ...,
+        id_contains: builtins.str = ...,
+        page_size: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["id_contains", b"id_contains", "page_size", b"page_size", "tenant", b"tenant"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___ListConversationsRequest: typing_extensions.TypeAlias = ListConversationsRequest
+
+@typing.final
+class ConversationSummary(google.protobuf.message.Message):
+    """A conversation as a list shows it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONVERSATION_FIELD_NUMBER: builtins.int
+    TURNS_FIELD_NUMBER: builtins.int
+    LEASE_FIELD_NUMBER: builtins.int
+    @property
+    def conversation(self) -> kvlease.v1.common_pb2.Conversation:
+        """Which one."""
+
+    @property
+    def turns(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TurnRecord]:
+        """What became of its last turns, oldest first, 16 at most."""
+
+    @property
+    def lease(self) -> Global___Lease:
+        """Its lease, without digests and transfer parameters. Absent: none."""
+
+    def __init__(
+        self,
+        *,
+        conversation: kvlease.v1.common_pb2.Conversation | None = ...,
+        turns: collections.abc.Iterable[Global___TurnRecord] | None = ...,
+        lease: Global___Lease | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["conversation", b"conversation", "lease", b"lease"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["conversation", b"conversation", "lease", b"lease", "turns", b"turns"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___ConversationSummary: typing_extensions.TypeAlias = ConversationSummary
+
+@typing.final
+class ListConversationsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONVERSATIONS_FIELD_NUMBER: builtins.int
+    TOTAL_SIZE_FIELD_NUMBER: builtins.int
+    total_size: builtins.int
+    """How many there are, these included."""
+    @property
+    def conversations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ConversationSummary]:
+        """The one whose turn was recorded last first."""
+
+    def __init__(
+        self,
+        *,
+        conversations: collections.abc.Iterable[Global___ConversationSummary] | None = ...,
+        total_size: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["conversations", b"conversations", "total_size", b"total_size"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___ListConversationsResponse: typing_extensions.TypeAlias = ListConversationsResponse
+
+@typing.final
+class ConversationHistory(google.protobuf.message.Message):
+    """A conversation's turns as the store keeps them."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TURNS_FIELD_NUMBER: builtins.int
+    @property
+    def turns(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TurnRecord]:
+        """Oldest first."""
+
+    def __init__(
+        self,
+        *,
+        turns: collections.abc.Iterable[Global___TurnRecord] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["turns", b"turns"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___ConversationHistory: typing_extensions.TypeAlias = ConversationHistory

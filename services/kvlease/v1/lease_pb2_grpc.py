@@ -95,6 +95,16 @@ class LeaseServiceStub(object):
                 request_serializer=kvlease_dot_v1_dot_lease__pb2.GetConversationRequest.SerializeToString,
                 response_deserializer=kvlease_dot_v1_dot_lease__pb2.ConversationInfo.FromString,
                 _registered_method=True)
+        self.RecordTurns = channel.unary_unary(
+                '/kvlease.v1.LeaseService/RecordTurns',
+                request_serializer=kvlease_dot_v1_dot_lease__pb2.RecordTurnsRequest.SerializeToString,
+                response_deserializer=kvlease_dot_v1_dot_lease__pb2.RecordTurnsResponse.FromString,
+                _registered_method=True)
+        self.ListConversations = channel.unary_unary(
+                '/kvlease.v1.LeaseService/ListConversations',
+                request_serializer=kvlease_dot_v1_dot_lease__pb2.ListConversationsRequest.SerializeToString,
+                response_deserializer=kvlease_dot_v1_dot_lease__pb2.ListConversationsResponse.FromString,
+                _registered_method=True)
 
 
 class LeaseServiceServicer(object):
@@ -240,8 +250,29 @@ class LeaseServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetConversation(self, request, context):
-        """What is remembered of a conversation beyond its lease.
+        """What is remembered of a conversation beyond its lease, and of its last turns.
         Errors: NOT_FOUND (CONVERSATION_NOT_FOUND).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RecordTurns(self, request, context):
+        """Keeps what became of turns that have ended, as GetConversation and
+        ListConversations tell it. Routers call it in the background, many turns at once.
+        Recording a turn again changes nothing. Each conversation keeps its last 16.
+
+        Errors: INVALID_ARGUMENT (INVALID_CONVERSATION, INVALID_TURNS: more than 64).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListConversations(self, request, context):
+        """Conversations with recorded turns, the one whose turn was recorded last first, each
+        with those turns and its lease. It may be some milliseconds old.
+
+        Errors: INVALID_ARGUMENT (INVALID_PAGE_SIZE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -304,6 +335,16 @@ def add_LeaseServiceServicer_to_server(servicer, server):
                     servicer.GetConversation,
                     request_deserializer=kvlease_dot_v1_dot_lease__pb2.GetConversationRequest.FromString,
                     response_serializer=kvlease_dot_v1_dot_lease__pb2.ConversationInfo.SerializeToString,
+            ),
+            'RecordTurns': grpc.unary_unary_rpc_method_handler(
+                    servicer.RecordTurns,
+                    request_deserializer=kvlease_dot_v1_dot_lease__pb2.RecordTurnsRequest.FromString,
+                    response_serializer=kvlease_dot_v1_dot_lease__pb2.RecordTurnsResponse.SerializeToString,
+            ),
+            'ListConversations': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListConversations,
+                    request_deserializer=kvlease_dot_v1_dot_lease__pb2.ListConversationsRequest.FromString,
+                    response_serializer=kvlease_dot_v1_dot_lease__pb2.ListConversationsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -609,6 +650,60 @@ class LeaseService(object):
             '/kvlease.v1.LeaseService/GetConversation',
             kvlease_dot_v1_dot_lease__pb2.GetConversationRequest.SerializeToString,
             kvlease_dot_v1_dot_lease__pb2.ConversationInfo.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RecordTurns(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvlease.v1.LeaseService/RecordTurns',
+            kvlease_dot_v1_dot_lease__pb2.RecordTurnsRequest.SerializeToString,
+            kvlease_dot_v1_dot_lease__pb2.RecordTurnsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListConversations(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvlease.v1.LeaseService/ListConversations',
+            kvlease_dot_v1_dot_lease__pb2.ListConversationsRequest.SerializeToString,
+            kvlease_dot_v1_dot_lease__pb2.ListConversationsResponse.FromString,
             options,
             channel_credentials,
             insecure,

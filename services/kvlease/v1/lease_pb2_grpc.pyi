@@ -128,8 +128,21 @@ class LeaseServiceStub:
     RESOURCE_EXHAUSTED (WATCH_FELL_BEHIND), when the caller does not read it.
     """
     GetConversation: grpc.UnaryUnaryMultiCallable[kvlease.v1.lease_pb2.GetConversationRequest, kvlease.v1.lease_pb2.ConversationInfo]
-    """What is remembered of a conversation beyond its lease.
+    """What is remembered of a conversation beyond its lease, and of its last turns.
     Errors: NOT_FOUND (CONVERSATION_NOT_FOUND).
+    """
+    RecordTurns: grpc.UnaryUnaryMultiCallable[kvlease.v1.lease_pb2.RecordTurnsRequest, kvlease.v1.lease_pb2.RecordTurnsResponse]
+    """Keeps what became of turns that have ended, as GetConversation and
+    ListConversations tell it. Routers call it in the background, many turns at once.
+    Recording a turn again changes nothing. Each conversation keeps its last 16.
+
+    Errors: INVALID_ARGUMENT (INVALID_CONVERSATION, INVALID_TURNS: more than 64).
+    """
+    ListConversations: grpc.UnaryUnaryMultiCallable[kvlease.v1.lease_pb2.ListConversationsRequest, kvlease.v1.lease_pb2.ListConversationsResponse]
+    """Conversations with recorded turns, the one whose turn was recorded last first, each
+    with those turns and its lease. It may be some milliseconds old.
+
+    Errors: INVALID_ARGUMENT (INVALID_PAGE_SIZE).
     """
 
 @typing.type_check_only
@@ -236,8 +249,21 @@ class LeaseServiceAsyncStub(LeaseServiceStub):
     RESOURCE_EXHAUSTED (WATCH_FELL_BEHIND), when the caller does not read it.
     """
     GetConversation: grpc.aio.UnaryUnaryMultiCallable[kvlease.v1.lease_pb2.GetConversationRequest, kvlease.v1.lease_pb2.ConversationInfo]  # type: ignore[assignment]
-    """What is remembered of a conversation beyond its lease.
+    """What is remembered of a conversation beyond its lease, and of its last turns.
     Errors: NOT_FOUND (CONVERSATION_NOT_FOUND).
+    """
+    RecordTurns: grpc.aio.UnaryUnaryMultiCallable[kvlease.v1.lease_pb2.RecordTurnsRequest, kvlease.v1.lease_pb2.RecordTurnsResponse]  # type: ignore[assignment]
+    """Keeps what became of turns that have ended, as GetConversation and
+    ListConversations tell it. Routers call it in the background, many turns at once.
+    Recording a turn again changes nothing. Each conversation keeps its last 16.
+
+    Errors: INVALID_ARGUMENT (INVALID_CONVERSATION, INVALID_TURNS: more than 64).
+    """
+    ListConversations: grpc.aio.UnaryUnaryMultiCallable[kvlease.v1.lease_pb2.ListConversationsRequest, kvlease.v1.lease_pb2.ListConversationsResponse]  # type: ignore[assignment]
+    """Conversations with recorded turns, the one whose turn was recorded last first, each
+    with those turns and its lease. It may be some milliseconds old.
+
+    Errors: INVALID_ARGUMENT (INVALID_PAGE_SIZE).
     """
 
 class LeaseServiceServicer(metaclass=abc.ABCMeta):
@@ -407,8 +433,33 @@ class LeaseServiceServicer(metaclass=abc.ABCMeta):
         request: kvlease.v1.lease_pb2.GetConversationRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvlease.v1.lease_pb2.ConversationInfo, collections.abc.Awaitable[kvlease.v1.lease_pb2.ConversationInfo]]:
-        """What is remembered of a conversation beyond its lease.
+        """What is remembered of a conversation beyond its lease, and of its last turns.
         Errors: NOT_FOUND (CONVERSATION_NOT_FOUND).
+        """
+
+    @abc.abstractmethod
+    def RecordTurns(
+        self,
+        request: kvlease.v1.lease_pb2.RecordTurnsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvlease.v1.lease_pb2.RecordTurnsResponse, collections.abc.Awaitable[kvlease.v1.lease_pb2.RecordTurnsResponse]]:
+        """Keeps what became of turns that have ended, as GetConversation and
+        ListConversations tell it. Routers call it in the background, many turns at once.
+        Recording a turn again changes nothing. Each conversation keeps its last 16.
+
+        Errors: INVALID_ARGUMENT (INVALID_CONVERSATION, INVALID_TURNS: more than 64).
+        """
+
+    @abc.abstractmethod
+    def ListConversations(
+        self,
+        request: kvlease.v1.lease_pb2.ListConversationsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvlease.v1.lease_pb2.ListConversationsResponse, collections.abc.Awaitable[kvlease.v1.lease_pb2.ListConversationsResponse]]:
+        """Conversations with recorded turns, the one whose turn was recorded last first, each
+        with those turns and its lease. It may be some milliseconds old.
+
+        Errors: INVALID_ARGUMENT (INVALID_PAGE_SIZE).
         """
 
 def add_LeaseServiceServicer_to_server(servicer: LeaseServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
