@@ -27,20 +27,22 @@ def page(
     Raises :class:`~kvlease.rpc.Refused`: INVALID_ARGUMENT with INVALID_PAGE_SIZE or
     INVALID_PAGE_TOKEN.
     """
-    limit = _limit(size)
+    length = limit(size)
     found: list[Record] = []
     last = ""
     for entry in mirror.after(_decode(token) if token else ""):
         if not keep(entry.item.key, entry.record):
             continue
-        if len(found) == limit:
+        if len(found) == length:
             return found, _encode(last)
         found.append(entry.record)
         last = entry.item.key
     return found, ""
 
 
-def _limit(size: int) -> int:
+def limit(size: int) -> int:
+    """A page's length. Raises :class:`~kvlease.rpc.Refused`: INVALID_ARGUMENT with
+    INVALID_PAGE_SIZE."""
     if size < 0:
         raise Refused(
             grpc.StatusCode.INVALID_ARGUMENT,

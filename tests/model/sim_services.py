@@ -20,6 +20,7 @@ from kvlease import serving
 from kvlease.config import Settings
 from kvlease.lease import keys
 from kvlease.lease.buckets import Buckets
+from kvlease.lease.history import History
 from kvlease.lease.knowledge import Knowledge, LeaseView
 from kvlease.lease.records import Records
 from kvlease.lease.rules import Limits
@@ -110,7 +111,8 @@ class LeaseReplica(Service):
         buckets = Buckets(store, self.settings.conversation_ttl, clock=self.loop.time)
         records = Records(Knowledge(store, leases, engines, buckets))
         operations = LeaseOperations(records, leases, limits, clock=self.clock)
-        self.server = LeaseServer(operations, leases, monitor)
+        history = History(store, leases, buckets, self.clock)
+        self.server = LeaseServer(operations, history, leases, monitor)
         process.spawn(leases.run())
         process.spawn(engines.run())
         process.spawn(monitor.run())

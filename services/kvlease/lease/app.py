@@ -6,10 +6,11 @@ import asyncio
 import functools
 import os
 
-from kvlease import metrics, rpc, serving
+from kvlease import metrics, rpc, serving, tls
 from kvlease.config import Settings
 from kvlease.lease import keys
 from kvlease.lease.buckets import Buckets
+from kvlease.lease.history import History
 from kvlease.lease.knowledge import Knowledge, LeaseView
 from kvlease.lease.records import Records
 from kvlease.lease.rules import Limits
@@ -36,7 +37,7 @@ async def serve_lease(
     """
     # Spans that go nowhere cost as much as those that do.
     telemetry = Telemetry("kvlease-lease-service") if os.environ.get(ENDPOINT_ENV) else None
-    server = rpc.Server([SERVICE])
+    server = rpc.Server([SERVICE], tls.of(settings))
     leases: Mirror[LeaseView] = Mirror(store, keys.LEASES, LeaseView.parse)
     engines: Mirror[Engine] = Mirror(store, registry_keys.ENGINES, parse_engine)
     monitor = serving.StoreMonitor(store, server, [leases, engines])
@@ -44,7 +45,10 @@ async def serve_lease(
     buckets = Buckets(store, settings.conversation_ttl)
     records = Records(Knowledge(store, leases, engines, buckets))
     operations = LeaseOperations(records, leases, limits)
-    servicer = LeaseServer(operations, leases, monitor, telemetry.tracer if telemetry else None)
+    # Sessions of its own: a commit of many histories uses many places at once.
+    history = History(store, leases, Buckets(store, settings.conversation_ttl))
+    tracer = telemetry.tracer if telemetry else None
+    servicer = LeaseServer(operations, history, leases, monitor, tracer)
     lease_pb2_grpc.add_LeaseServiceServicer_to_server(servicer, server.grpc)
     _expose(leases)
     try:
@@ -55,7 +59,7 @@ async def serve_lease(
             name="lease",
             monitor=monitor,
             mirrors=[leases, engines],
-            others=[Sweeper(operations, leases, limits).run],
+            others=[Sweeper(operations, leases, limits).run, history.run],
             ready=ready,
         )
     finally:

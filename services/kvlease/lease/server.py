@@ -9,6 +9,7 @@ from opentelemetry import trace
 
 from kvlease import outcomes, rpc, serving, telemetry
 from kvlease.lease import watches
+from kvlease.lease.history import History
 from kvlease.lease.knowledge import LeaseView
 from kvlease.lease.service import LeaseOperations
 from kvlease.mirror import FellBehind, Mirror
@@ -41,11 +42,13 @@ class LeaseServer(lease_pb2_grpc.LeaseServiceServicer):
     def __init__(
         self,
         operations: LeaseOperations,
+        history: History,
         leases: Mirror[LeaseView],
         monitor: serving.StoreMonitor,
         tracer: trace.Tracer | None = None,
     ) -> None:
         self._operations = operations
+        self._history = history
         self._leases = leases
         self._monitor = monitor
         self._tracer = tracer
@@ -98,7 +101,24 @@ class LeaseServer(lease_pb2_grpc.LeaseServiceServicer):
     async def GetConversation(
         self, request: lease_pb2.GetConversationRequest, context: rpc.Context
     ) -> ConversationInfo:
-        return await self._answer(context, lambda: self._operations.get_conversation(request))
+        return await self._answer(context, lambda: self._conversation(request))
+
+    async def _conversation(self, request: lease_pb2.GetConversationRequest) -> ConversationInfo:
+        answer = ConversationInfo()
+        answer.CopyFrom(await self._operations.get_conversation(request))
+        answer.turns.extend(await self._history.turns(request.conversation))
+        return answer
+
+    async def RecordTurns(
+        self, request: lease_pb2.RecordTurnsRequest, context: rpc.Context
+    ) -> lease_pb2.RecordTurnsResponse:
+        await self._answer(context, lambda: self._history.record(request))
+        return lease_pb2.RecordTurnsResponse()
+
+    async def ListConversations(
+        self, request: lease_pb2.ListConversationsRequest, context: rpc.Context
+    ) -> lease_pb2.ListConversationsResponse:
+        return await self._answer(context, lambda: self._history.list(request))
 
     async def WatchLeases(
         self, request: lease_pb2.WatchLeasesRequest, context: rpc.Context
