@@ -220,6 +220,11 @@ class DecodeSide:
         assert self._holder is not None
         return int(self._holder.total_blocks * self._settings.min_free_fraction)
 
+    @property
+    def _budget(self) -> int:
+        assert self._holder is not None
+        return int(self._holder.total_blocks * self._settings.max_retained_fraction)
+
     def _give_up(self, blocks_needed: int) -> int:
         """Revokes the cheapest leases so that ``blocks_needed`` blocks come back; how many
         will."""
@@ -241,7 +246,6 @@ class DecodeSide:
         that are worth more; the others are revoked. What its grant supersedes makes room,
         too. (So the budget is exceeded by one turn, for as long as a call takes.)"""
         assert self._holder is not None
-        limit = int(self._holder.total_blocks * self._settings.max_retained_fraction)
         lease_id = entry.lease.lease_id
         chosen: list[Entry] = []
         with self._lock:
@@ -253,7 +257,7 @@ class DecodeSide:
             self._table.add(entry)
             self._kept[lease_id] = kept
             self._retained.add(kept.blocks)
-            excess = len(self._retained) - limit
+            excess = len(self._retained) - self._budget
             if excess > 0:
                 going = {*superseded, *self._revocations.going()}
                 candidates = [*self._candidates(), self._candidate(entry)]
@@ -331,6 +335,7 @@ class DecodeSide:
                 free_blocks=self._holder.free_blocks + freed.coming,
                 retained_blocks=len(self._retained) - unretained.coming,
                 retained_leases=len(self._table.entries) - len(over),
+                retention_budget_blocks=self._budget,
             )
 
     # --- background loop --------------------------------------------------------------

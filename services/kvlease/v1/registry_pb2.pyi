@@ -112,6 +112,7 @@ class BlockUsage(google.protobuf.message.Message):
     FREE_BLOCKS_FIELD_NUMBER: builtins.int
     RETAINED_BLOCKS_FIELD_NUMBER: builtins.int
     RETAINED_LEASES_FIELD_NUMBER: builtins.int
+    RETENTION_BUDGET_BLOCKS_FIELD_NUMBER: builtins.int
     total_blocks: builtins.int
     """Blocks the engine has in all."""
     free_blocks: builtins.int
@@ -122,6 +123,10 @@ class BlockUsage(google.protobuf.message.Message):
     """
     retained_leases: builtins.int
     """Leases (decode) or fetches (prefill) that keep them."""
+    retention_budget_blocks: builtins.int
+    """Blocks that the engine may retain (max_retained_fraction of them all). A turn more
+    may be kept for as long as a revocation takes. 0: nothing is retained for leases.
+    """
     def __init__(
         self,
         *,
@@ -129,8 +134,9 @@ class BlockUsage(google.protobuf.message.Message):
         free_blocks: builtins.int = ...,
         retained_blocks: builtins.int = ...,
         retained_leases: builtins.int = ...,
+        retention_budget_blocks: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["free_blocks", b"free_blocks", "retained_blocks", b"retained_blocks", "retained_leases", b"retained_leases", "total_blocks", b"total_blocks"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["free_blocks", b"free_blocks", "retained_blocks", b"retained_blocks", "retained_leases", b"retained_leases", "retention_budget_blocks", b"retention_budget_blocks", "total_blocks", b"total_blocks"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___BlockUsage: typing_extensions.TypeAlias = BlockUsage
