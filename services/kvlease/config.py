@@ -37,6 +37,8 @@ _LISTEN = (
     "router_listen",
     "router_grpc_listen",
     "metrics_listen",
+    "traces_listen",
+    "traces_http_listen",
 )
 _ENDPOINTS = ("registry_endpoint", "lease_endpoint")
 # (etcd_endpoints are looked at by the store, which also takes URLs.)
@@ -180,6 +182,22 @@ class Settings(BaseModel):
 
     @field_validator("etcd_prefix")
     @classmethod
+    # Traces that `kvlease serve traces` keeps
+    traces_listen: str = Field(
+        "127.0.0.1:4317", description="where `kvlease serve traces` takes spans: OTLP over gRPC"
+    )
+    traces_http_listen: str = Field(
+        "127.0.0.1:16686", description="where it is asked for traces, as Jaeger is, over HTTP"
+    )
+    traces_kept: int = Field(
+        1000, ge=1, description="traces that it keeps, the latest, in at most 64 MiB"
+    )
+    traces_forward: str = Field(
+        "",
+        description="URL of an OTLP gRPC receiver that gets its spans too, with the headers and the "
+        "certificate that OpenTelemetry's variables name; empty: none",
+    )
+
     def _prefix(cls, value: str) -> str:
         if not re.fullmatch(r"(/[^/\s]+)+/?", value):
             raise ValueError("it must look like /name or /name/name, without spaces")

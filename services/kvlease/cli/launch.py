@@ -26,7 +26,7 @@ Role = Literal["prefill", "decode"]
 
 # Settings that no engine reads: the services' own store, addresses and keys. They stay
 # out of an engine's command line, which every user of a machine can read.
-_NOT_FOR_ENGINES = re.compile(r"etcd_\w+|\w+_listen|api_keys_file")
+_NOT_FOR_ENGINES = re.compile(r"etcd_\w+|\w+_listen|traces_\w+|api_keys_file|router_tls_\w+")
 
 _ROLE = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
