@@ -11,14 +11,14 @@ from concurrent.futures import Future
 
 import structlog
 
-from kvlease import rpc
+from kvlease import rpc, tls
 from kvlease.telemetry import Telemetry
 from kvlease.v1 import lease_pb2_grpc, registry_pb2, registry_pb2_grpc
 from kvlease_connector.background import Background
 from kvlease_connector.blocks import BlockHolder
 from kvlease_connector.claims import Claims
 from kvlease_connector.decode import DecodeSide
-from kvlease_connector.holder import HolderServer
+from kvlease_connector.holder import Holders, HolderServer
 from kvlease_connector.options import Options
 from kvlease_connector.prefill import PrefillSide
 from kvlease_connector.session import Session
@@ -54,6 +54,7 @@ class ControlPlane:
         self._watch: Future[None] | None = None
         self._server: HolderServer | None = None
         self._parent = os.getppid()
+        self._tls = tls.of(options.settings)
         self._telemetry = Telemetry(
             f"kvlease-{role_name(engine.role)}",
             instance_id=f"{engine.engine_id}/{engine.incarnation}",
@@ -64,7 +65,9 @@ class ControlPlane:
 
     async def _join(self) -> None:
         settings, tracer = self._options.settings, self._telemetry.tracer
-        leases = lease_pb2_grpc.LeaseServiceStub(rpc.aio_channel(settings.lease_endpoint))
+        leases = lease_pb2_grpc.LeaseServiceStub(
+            rpc.aio_channel(settings.lease_endpoint, self._tls)
+        )
         if self._engine.role == registry_pb2.ENGINE_ROLE_PREFILL:
             claims = Claims(
                 leases,
@@ -72,6 +75,7 @@ class ControlPlane:
                 tracer,
                 claim_timeout_s=settings.claim_timeout,
                 connect_timeout_s=settings.connect_timeout,
+                holders=Holders(settings.connect_timeout, self._tls),
             )
             self.prefill = PrefillSide(
                 claims,
@@ -89,14 +93,14 @@ class ControlPlane:
                 settings,
                 chunk_tokens=self._chunk_tokens,
             )
-            self._server = HolderServer(self.decode.confirm)
+            self._server = HolderServer(self.decode.confirm, self._tls)
             self._engine.holder_address = await self._server.start(self._engine.side_channel_host)
         self._open_session()
 
     def _open_session(self) -> None:
         settings = self._options.settings
         session = Session(
-            registry_pb2_grpc.RegistryStub(rpc.aio_channel(settings.registry_endpoint)),
+            registry_pb2_grpc.RegistryStub(rpc.aio_channel(settings.registry_endpoint, self._tls)),
             self._engine,
             usage=self._usage,
             on_opened=self._session_opened,

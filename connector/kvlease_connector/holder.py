@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 
 from kvlease import rpc, times
+from kvlease.tls import Tls
 from kvlease.v1 import holder_pb2, holder_pb2_grpc, registry_pb2
 
 SERVICE = "kvlease.v1.Holder"
@@ -24,9 +25,9 @@ Confirm = Callable[[str, str], float]
 class HolderServer(holder_pb2_grpc.HolderServicer):
     """A decode engine's side. It lives in the background loop."""
 
-    def __init__(self, confirm: Confirm) -> None:
+    def __init__(self, confirm: Confirm, tls: Tls | None = None) -> None:
         self._confirm = confirm
-        self._server = rpc.Server([SERVICE])
+        self._server = rpc.Server([SERVICE], tls)
         holder_pb2_grpc.add_HolderServicer_to_server(self, self._server.grpc)
 
     async def start(self, host: str) -> str:
@@ -57,7 +58,8 @@ class HolderServer(holder_pb2_grpc.HolderServicer):
 class Holders:
     """A reader's side: one connection to each decode engine that was asked."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, tls: Tls | None = None) -> None:
+        self._tls = tls
         self._timeout_s = timeout_s
         self._channels: dict[str, tuple[str, grpc.aio.Channel]] = {}
 
@@ -75,7 +77,7 @@ class Holders:
         known = self._channels.get(name)
         if known is not None and known[0] == address:
             return known[1]
-        channel = rpc.aio_channel(address)
+        channel = rpc.aio_channel(address, self._tls)
         self._channels[name] = (address, channel)
         if known is not None:
             await known[1].close(None)

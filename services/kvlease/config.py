@@ -85,6 +85,24 @@ class Settings(BaseModel):
         "127.0.0.1:7402", description="lease service replicas, host:port separated by commas"
     )
 
+    # TLS between all parts
+    tls_ca: str = Field(
+        "",
+        description="CA certificate (PEM file) of all parts of the deployment; turns mutual TLS "
+        "on for all gRPC",
+    )
+    tls_cert: str = Field(
+        "", description="certificate (PEM file) that this process shows, as server and as client"
+    )
+    tls_key: str = Field("", description="private key (PEM file) of tls_cert")
+    tls_server_name: str = Field(
+        "", description="name to look for in servers' certificates; empty: the endpoint's host"
+    )
+    router_tls_cert: str = Field(
+        "", description="certificate (PEM file) for the router's HTTP; empty: plaintext"
+    )
+    router_tls_key: str = Field("", description="private key (PEM file) of router_tls_cert")
+
     # The life of a lease
     session_ttl: int = Field(
         15, ge=2, description="an engine without a keep-alive for so long is gone"
@@ -164,6 +182,22 @@ class Settings(BaseModel):
     )
     max_body_bytes: int = Field(64 * 2**20, ge=1024, description="a larger request body is refused")
 
+    # Traces that `kvlease serve traces` keeps
+    traces_listen: str = Field(
+        "127.0.0.1:4317", description="where `kvlease serve traces` takes spans: OTLP over gRPC"
+    )
+    traces_http_listen: str = Field(
+        "127.0.0.1:16686", description="where it is asked for traces, as Jaeger is, over HTTP"
+    )
+    traces_kept: int = Field(
+        1000, ge=1, description="traces that it keeps, the latest, in at most 64 MiB"
+    )
+    traces_forward: str = Field(
+        "",
+        description="URL of an OTLP gRPC receiver that gets its spans too, with the headers and the "
+        "certificate that OpenTelemetry's variables name; empty: none",
+    )
+
     # Logs
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="lowest level logged"
@@ -182,22 +216,6 @@ class Settings(BaseModel):
 
     @field_validator("etcd_prefix")
     @classmethod
-    # Traces that `kvlease serve traces` keeps
-    traces_listen: str = Field(
-        "127.0.0.1:4317", description="where `kvlease serve traces` takes spans: OTLP over gRPC"
-    )
-    traces_http_listen: str = Field(
-        "127.0.0.1:16686", description="where it is asked for traces, as Jaeger is, over HTTP"
-    )
-    traces_kept: int = Field(
-        1000, ge=1, description="traces that it keeps, the latest, in at most 64 MiB"
-    )
-    traces_forward: str = Field(
-        "",
-        description="URL of an OTLP gRPC receiver that gets its spans too, with the headers and the "
-        "certificate that OpenTelemetry's variables name; empty: none",
-    )
-
     def _prefix(cls, value: str) -> str:
         if not re.fullmatch(r"(/[^/\s]+)+/?", value):
             raise ValueError("it must look like /name or /name/name, without spaces")
@@ -224,6 +242,14 @@ class Settings(BaseModel):
             raise ValueError("etcd_cert and etcd_key must be set together")
         if self.etcd_cert and not self.etcd_ca:
             raise ValueError("etcd_cert needs etcd_ca: set the CA that signed etcd's certificate")
+        tls = {name: getattr(self, name) for name in ("tls_ca", "tls_cert", "tls_key")}
+        if any(tls.values()) and not all(tls.values()):
+            missing = next(name for name, value in tls.items() if not value)
+            raise ValueError(f"{missing} is missing: tls_ca, tls_cert and tls_key are set together")
+        if self.tls_server_name and not self.tls_ca:
+            raise ValueError("tls_server_name needs tls_ca, tls_cert and tls_key")
+        if bool(self.router_tls_cert) != bool(self.router_tls_key):
+            raise ValueError("router_tls_cert and router_tls_key must be set together")
         if self.etcd_password and not self.etcd_user:
             raise ValueError("etcd_password needs etcd_user")
         return self

@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
 from kvlease.config import ConfigError
+from kvlease.tls import Tls
 
 ERROR_DOMAIN = "kvlease"
 
@@ -98,14 +99,35 @@ def _resolve(endpoint: str) -> Iterable[str]:
     return [f"{item[4][0]!s}:{item[4][1]!s}" for item in found]
 
 
-def aio_channel(endpoints: str) -> grpc.aio.Channel:
-    """A channel to all replicas at ``endpoints``, for asyncio."""
-    return grpc.aio.insecure_channel(target(endpoints), options=list(_CLIENT_OPTIONS))
+def aio_channel(endpoints: str, tls: Tls | None = None) -> grpc.aio.Channel:
+    """A channel to all replicas at ``endpoints``, for asyncio. Without ``tls``: plaintext.
+    Raises :class:`ConfigError`."""
+    if tls is None:
+        return grpc.aio.insecure_channel(target(endpoints), options=list(_CLIENT_OPTIONS))
+    return grpc.aio.secure_channel(
+        target(endpoints), tls.channel_credentials(), options=_tls_options(endpoints, tls)
+    )
 
 
-def channel(endpoints: str) -> grpc.Channel:
-    """A channel to all replicas at ``endpoints``, for threads."""
-    return grpc.insecure_channel(target(endpoints), options=list(_CLIENT_OPTIONS))
+def channel(endpoints: str, tls: Tls | None = None) -> grpc.Channel:
+    """A channel to all replicas at ``endpoints``, for threads. Without ``tls``: plaintext.
+    Raises :class:`ConfigError`."""
+    if tls is None:
+        return grpc.insecure_channel(target(endpoints), options=list(_CLIENT_OPTIONS))
+    return grpc.secure_channel(
+        target(endpoints), tls.channel_credentials(), options=_tls_options(endpoints, tls)
+    )
+
+
+def _tls_options(endpoints: str, tls: Tls) -> list[tuple[str, int | str]]:
+    """gRPC looks for one name in the certificates behind a channel, however many there are."""
+    hosts = {part.strip().rpartition(":")[0].strip("[]") for part in endpoints.split(",")}
+    if not tls.server_name and len(hosts) > 1:
+        raise ConfigError(
+            f"with TLS the hosts in {endpoints} must share a name: put one into the certificates "
+            'of all (`kvlease ca` puts "kvlease") and set tls_server_name to it'
+        )
+    return [*_CLIENT_OPTIONS, ("grpc.ssl_target_name_override", tls.server_name or hosts.pop())]
 
 
 class Server:
@@ -114,8 +136,10 @@ class Server:
     Services are added to :attr:`grpc` before :meth:`start`.
     """
 
-    def __init__(self, service_names: Sequence[str]) -> None:
+    def __init__(self, service_names: Sequence[str], tls: Tls | None = None) -> None:
+        """Without ``tls``: plaintext."""
         self.grpc = grpc.aio.server(options=list(_SERVER_OPTIONS))
+        self._tls = tls
         self._names = (*service_names, "")
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # in no stub
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
@@ -137,7 +161,10 @@ class Server:
         """
         await self.set_ready(False)
         try:
-            port = self.grpc.add_insecure_port(listen)
+            if self._tls is None:
+                port = self.grpc.add_insecure_port(listen)
+            else:
+                port = self.grpc.add_secure_port(listen, self._tls.server_credentials())
         except RuntimeError:
             port = 0
         if not port:

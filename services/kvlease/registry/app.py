@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 
-from kvlease import metrics, rpc, serving
+from kvlease import metrics, rpc, serving, tls
 from kvlease.config import Settings
 from kvlease.mirror import Mirror
 from kvlease.registry import keys, rules
@@ -23,7 +23,7 @@ async def serve_registry(
 
     Raises :class:`~kvlease.config.ConfigError` if the address cannot be listened on.
     """
-    server = rpc.Server([SERVICE])
+    server = rpc.Server([SERVICE], tls.of(settings))
     engines: Mirror[Engine] = Mirror(store, keys.ENGINES, parse_engine)
     monitor = serving.StoreMonitor(store, server, [engines])
     servicer = RegistryServer(settings, store, engines, monitor)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import grpc.aio
 from aiohttp import web
 
-from kvlease import rpc, telemetry
+from kvlease import rpc, telemetry, tls
 from kvlease.config import ConfigError, Settings
 from kvlease.router import upstream
 from kvlease.router.announce import announce
@@ -85,8 +85,11 @@ async def _parts(settings: Settings, keys: dict[str, str] | None) -> AsyncIterat
         tracing = telemetry.Telemetry("kvlease-router")
         # In a thread: it waits for the collector.
         stack.push_async_callback(asyncio.to_thread, tracing.shutdown)
-        registry = await stack.enter_async_context(rpc.aio_channel(settings.registry_endpoint))
-        lease = await stack.enter_async_context(rpc.aio_channel(settings.lease_endpoint))
+        secured = tls.of(settings)
+        registry = await stack.enter_async_context(
+            rpc.aio_channel(settings.registry_endpoint, secured)
+        )
+        lease = await stack.enter_async_context(rpc.aio_channel(settings.lease_endpoint, secured))
         changed = asyncio.Event()
         engines = Engines(
             registry,
@@ -113,7 +116,7 @@ async def _parts(settings: Settings, keys: dict[str, str] | None) -> AsyncIterat
         )
         turns = Turns(tools, leases, tracing.tracer, keys, settings.max_body_bytes)
         stack.push_async_callback(turns.close)
-        server = rpc.Server([SERVICE_NAME])
+        server = rpc.Server([SERVICE_NAME], secured)
         router_pb2_grpc.add_RouterServicer_to_server(
             RouterService(engines, leases, registry), server.grpc
         )

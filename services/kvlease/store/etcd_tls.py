@@ -3,13 +3,12 @@ wrong file only as a connection that fails."""
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import Sequence
-from pathlib import Path
 
 import grpc
 
 from kvlease.config import ConfigError, Settings
+from kvlease.tls import read_ca, read_pair
 
 
 def endpoints_of(settings: Settings) -> Sequence[str]:
@@ -43,31 +42,8 @@ def credentials_of(settings: Settings) -> grpc.ChannelCredentials | None:
     """None without TLS. Raises :class:`ConfigError` for files that cannot be used."""
     if not settings.etcd_ca:
         return None
-    ca = _read("etcd_ca", settings.etcd_ca)
-    context = ssl.create_default_context()
-    try:
-        context.load_verify_locations(cadata=ca.decode("ascii", "replace"))
-    except (ssl.SSLError, ValueError):
-        raise ConfigError(
-            f"etcd_ca={settings.etcd_ca} holds no PEM certificate: name the CA that signed "
-            "etcd's certificate"
-        ) from None
+    ca = read_ca("etcd_ca", settings.etcd_ca, "that signed etcd's certificate")
     if not settings.etcd_cert:
         return grpc.ssl_channel_credentials(ca)
-    cert = _read("etcd_cert", settings.etcd_cert)
-    key = _read("etcd_key", settings.etcd_key)
-    try:
-        context.load_cert_chain(settings.etcd_cert, settings.etcd_key, password=b"")
-    except ssl.SSLError:
-        raise ConfigError(
-            f"etcd_cert={settings.etcd_cert} and etcd_key={settings.etcd_key} are not a PEM "
-            "certificate and its unencrypted private key: correct one of them"
-        ) from None
+    cert, key = read_pair("etcd", settings.etcd_cert, settings.etcd_key)
     return grpc.ssl_channel_credentials(ca, key, cert)
-
-
-def _read(name: str, path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{name}={path} cannot be read: {error.strerror}") from None
