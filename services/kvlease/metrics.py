@@ -57,6 +57,13 @@ SESSIONS_LOST = Counter(
     ["role"],
 )
 
+READY = Gauge(
+    "kvlease_ready",
+    "1 while this service can do its work, else 0: while its store does not answer, before that "
+    "was asked, and when it stops.",
+    ["service"],
+)
+
 COMMIT_CONFLICTS = Counter(
     "kvlease_commit_conflicts", "Writes that were decided again because another came first."
 )

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import grpc
 import structlog
 
-from kvlease import rpc
+from kvlease import metrics, rpc
 from kvlease.mirror import Mirror
 from kvlease.store.base import Store, StoreError, StoreUnavailable
 
@@ -145,6 +145,9 @@ async def run(
     try:
         port = await server.start(listen)
         address = f"{listen.rpartition(':')[0]}:{port}"
+        metrics.READY.labels(name).set_function(
+            lambda: float(monitor.ready.is_set() and not stop.is_set())
+        )
         async with asyncio.TaskGroup() as group:
             owned = [group.create_task(mirror.run()) for mirror in mirrors]
             owned += [group.create_task(other()) for other in others]

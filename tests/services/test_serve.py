@@ -159,6 +159,8 @@ def test_metrics_are_served_where_asked() -> None:
             text = page.read().decode()
         assert 'kvlease_claims_total{outcome="hit"} 0.0' in text
         assert 'kvlease_engines{role="decode",state="serving"} 0.0' in text
+        assert 'kvlease_ready{service="registry"} 1.0' in text
+        assert 'kvlease_ready{service="lease"} 1.0' in text
         assert served.end()[0] == 0
 
 
