@@ -84,6 +84,37 @@ def of(settings: Settings) -> Tls | None:
     return found
 
 
+def http_context(settings: Settings) -> ssl.SSLContext | None:
+    """For the router's HTTP; None: plaintext. Files that have changed are used from the
+    next connection on. Raises :class:`ConfigError`."""
+    cert, key = settings.router_tls_cert, settings.router_tls_key
+    if not cert:
+        return None
+    current = read_pair("router_tls", cert, key)
+
+    def new() -> ssl.SSLContext:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(cert, key)
+        return context
+
+    latest = new()
+
+    def greeted(connection: ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
+        nonlocal current, latest
+        try:
+            found = read_pair("router_tls", cert, key)
+            if found != current:
+                current, latest = found, new()
+                log.info("certificate changed", router_tls_cert=cert)
+        except (ConfigError, ssl.SSLError, OSError) as error:
+            log.warning("the earlier certificate stays in use", error=str(error))
+        connection.context = latest
+
+    context = new()
+    context.sni_callback = greeted  # called for every connection, named or not
+    return context
+
+
 def read_ca(name: str, path: str, which: str) -> bytes:
     """The content of a file with CA certificates; ``name`` is its setting. Raises
     :class:`ConfigError`."""

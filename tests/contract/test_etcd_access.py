@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from certificates import Authority
 from contract_helpers import Watcher, eventually
 from etcd_server import Etcd, ServerTls, b64
 
+from kvlease.ca import Authority
 from kvlease.config import ConfigError, Settings
 from kvlease.store import Store, open_store
 from kvlease.store.base import Changed, Committed, Put, StoreUnavailable
@@ -36,7 +36,7 @@ async def use_all(store: Store, watcher: Watcher) -> None:
 
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("ca"), "test-ca")
+    return Authority(tmp_path_factory.mktemp("ca"))
 
 
 class TestTls:
@@ -91,7 +91,7 @@ class TestTls:
     async def test_a_server_of_another_authority_is_told_in_words(
         self, tls_etcd: Etcd, tmp_path: Path, open_etcd_store: OpenStore
     ) -> None:
-        other = Authority(tmp_path / "ca", "other-ca")
+        other = Authority(tmp_path / "ca")
         store = open_etcd_store(tls_etcd.endpoint, etcd_ca=str(other.cert))
         with pytest.raises(StoreUnavailable, match="not signed by the CA in etcd_ca"):
             await store.check()

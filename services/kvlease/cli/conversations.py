@@ -53,7 +53,7 @@ def renew(
     """Keeps the blocks of CONVERSATION for longer (or shorter), from now on: for a tool that
     runs for ten minutes."""
     named = _conversation(addresses, conversation, model, tenant)
-    with services.connection("lease service", addresses.lease) as channel:
+    with services.connection("lease service", addresses.lease, addresses.tls) as channel:
         lease = lease_pb2_grpc.LeaseServiceStub(channel).Renew(
             lease_pb2.RenewRequest(conversation=named, retention=times.duration(retention_s)),
             timeout=services.TIMEOUT_S,
@@ -68,7 +68,7 @@ def end(addresses: services.Addresses, conversation: str, model: str, tenant: st
     """Ends CONVERSATION: its blocks are freed as soon as nobody reads them, and turns that
     run now leave none behind."""
     named = _conversation(addresses, conversation, model, tenant)
-    with services.connection("lease service", addresses.lease) as channel:
+    with services.connection("lease service", addresses.lease, addresses.tls) as channel:
         answer = lease_pb2_grpc.LeaseServiceStub(channel).EndConversation(
             lease_pb2.EndConversationRequest(conversation=named), timeout=services.TIMEOUT_S
         )
@@ -89,7 +89,7 @@ def _conversation(
 
 
 def _only_model(addresses: services.Addresses) -> str:
-    with services.connection("registry", addresses.registry) as channel:
+    with services.connection("registry", addresses.registry, addresses.tls) as channel:
         stub = registry_pb2_grpc.RegistryStub(channel)
         models = sorted({engine.model for engine in list_engines(stub)})
     if len(models) != 1:

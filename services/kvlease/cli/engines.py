@@ -31,7 +31,7 @@ Examples:
 @services.options
 def engines(addresses: services.Addresses, model: str, as_json: bool, watch: bool) -> None:
     """Shows the registered engines and their KV blocks: in all, kept for leases, free."""
-    with services.connection("registry", addresses.registry) as channel:
+    with services.connection("registry", addresses.registry, addresses.tls) as channel:
         stub = registry_pb2_grpc.RegistryStub(channel)
         tables.show(lambda: list_engines(stub, model), _table, as_json=as_json, watch=watch)
 
@@ -95,7 +95,7 @@ def role_word(role: registry_pb2.EngineRole.ValueType) -> str:
 def drain(addresses: services.Addresses, engine_id: str, role: str | None) -> None:
     """Takes ENGINE out of routing: it gets no new turns, its leases are not claimed any
     more, and what runs on it ends normally."""
-    with services.connection("registry", addresses.registry) as channel:
+    with services.connection("registry", addresses.registry, addresses.tls) as channel:
         stub = registry_pb2_grpc.RegistryStub(channel)
         everyone = list_engines(stub)
         found = [

@@ -36,7 +36,7 @@ def leases(
     """Shows which engine keeps the KV blocks of which conversation, and for how long."""
     if model and not tenant:
         raise click.UsageError("--model needs --tenant (the default one is called: default)")
-    with services.connection("lease service", addresses.lease) as channel:
+    with services.connection("lease service", addresses.lease, addresses.tls) as channel:
         stub = lease_pb2_grpc.LeaseServiceStub(channel)
         wanted = lease_pb2.ListLeasesRequest(
             tenant=tenant, model=model, holder_engine_id=engine_id, page_size=1000

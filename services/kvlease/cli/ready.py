@@ -11,8 +11,9 @@ import urllib.request
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvlease import rpc
+from kvlease import rpc, tls
 from kvlease.cli.parts import Part, Plan
+from kvlease.tls import Tls
 from kvlease.v1 import registry_pb2, registry_pb2_grpc
 
 _PROBE_TIMEOUT_S = 2.0
@@ -21,22 +22,25 @@ _PROBE_TIMEOUT_S = 2.0
 def is_ready(part: Part, plan: Plan, incarnation: str) -> bool:
     """Whether ``part`` does its work; an engine: this incarnation of it, and the registry
     knows it."""
+    secured = tls.of(plan.settings)
     match part.kind:
         case "etcd":
             return etcd_healthy(part.http)
         case "registry" | "lease":
-            return grpc_serving(part.grpc)
+            return grpc_serving(part.grpc, secured)
+        case "traces":
+            return http_ok(f"http://{part.http}/api/services")
         case "router":
             return http_ok(f"http://{part.http}/health")
         case "all":
             return (
-                grpc_serving(plan.registry_grpc)
-                and grpc_serving(plan.lease_grpc[0])
+                grpc_serving(plan.registry_grpc, secured)
+                and grpc_serving(plan.lease_grpc[0], secured)
                 and http_ok(f"http://{part.http}/health")
             )
         case "prefill" | "decode":
             return http_ok(f"http://{part.http}/health") and registered(
-                plan.registry_grpc, part.kind, part.name, incarnation
+                plan.registry_grpc, part.kind, part.name, incarnation, secured
             )
 
 
@@ -65,9 +69,9 @@ def accepts(address: str) -> bool:
         return False
 
 
-def grpc_serving(address: str) -> bool:
+def grpc_serving(address: str, secured: Tls | None = None) -> bool:
     """Whether the gRPC server at ``address`` reports SERVING for all it has."""
-    with rpc.channel(address) as channel:
+    with rpc.channel(address, secured) as channel:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(), timeout=_PROBE_TIMEOUT_S
@@ -77,10 +81,12 @@ def grpc_serving(address: str) -> bool:
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-def registered(registry: str, role: str, engine_id: str, incarnation: str) -> bool:
+def registered(
+    registry: str, role: str, engine_id: str, incarnation: str, secured: Tls | None = None
+) -> bool:
     """Whether this start of the engine has a session with the registry."""
     value = registry_pb2.EngineRole.Value(f"ENGINE_ROLE_{role.upper()}")
-    with rpc.channel(registry) as channel:
+    with rpc.channel(registry, secured) as channel:
         try:
             found = registry_pb2_grpc.RegistryStub(channel).GetEngine(
                 registry_pb2.GetEngineRequest(role=value, engine_id=engine_id),

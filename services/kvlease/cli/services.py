@@ -16,8 +16,9 @@ from google.protobuf import json_format
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from kvlease import config, rpc
+from kvlease import config, rpc, tls
 from kvlease.cli import records
+from kvlease.tls import Tls
 
 TIMEOUT_S = 5.0
 _LOCAL_STACK = Path(".kvlease")
@@ -35,10 +36,11 @@ _R = TypeVar("_R")
 
 @dataclass(frozen=True)
 class Addresses:
-    """host:port of each service, several separated by commas."""
+    """host:port of each service, several separated by commas; and how to talk to them."""
 
     registry: str
     lease: str
+    tls: Tls | None = None
 
 
 def options(command: Callable[Concatenate[Addresses, _P], _R]) -> Callable[..., _R]:
@@ -79,29 +81,32 @@ def addresses(
     """Where the services are: in a stack's directory, else where the settings say, else
     (nothing said) in the stack of the current directory. Raises :class:`ConfigError`."""
     settings = config.load(assignments, config_file=config_file)
-    said = Addresses(settings.registry_endpoint, settings.lease_endpoint)
+    said = Addresses(settings.registry_endpoint, settings.lease_endpoint, tls.of(settings))
     default = config.Settings()
-    nothing_said = said == Addresses(default.registry_endpoint, default.lease_endpoint)
+    nothing_said = said == Addresses(default.registry_endpoint, default.lease_endpoint, said.tls)
     if directory is None and nothing_said and (_LOCAL_STACK / records.ENDPOINTS).exists():
         directory = _LOCAL_STACK
     if directory is None:
         return said
     endpoints = records.load_endpoints(directory)
-    return Addresses(endpoints["registry_grpc"], ",".join(endpoints["lease_replicas_grpc"]))
+    return Addresses(
+        endpoints["registry_grpc"], ",".join(endpoints["lease_replicas_grpc"]), said.tls
+    )
 
 
 @contextmanager
-def connection(what: str, address: str) -> Iterator[grpc.Channel]:
+def connection(what: str, address: str, secured: Tls | None) -> Iterator[grpc.Channel]:
     """A channel to the service called ``what`` ("registry"). A call that fails inside
     ends the command with a sentence."""
-    with rpc.channel(address) as channel:
+    with rpc.channel(address, secured) as channel:
         try:
             yield channel
         except grpc.RpcError as error:
-            raise click.ClickException(_sentence(what, address, error)) from None
+            raise click.ClickException(sentence(what, address, secured, error)) from None
 
 
-def _sentence(what: str, address: str, error: grpc.RpcError) -> str:
+def sentence(what: str, address: str, secured: Tls | None, error: grpc.RpcError) -> str:
+    """Why a call has failed, and what to do."""
     if not isinstance(error, grpc.Call):
         return f"the {what} at {address} failed: {error}"
     if rpc.reason_of(error) == "STORE_UNAVAILABLE":
@@ -110,6 +115,9 @@ def _sentence(what: str, address: str, error: grpc.RpcError) -> str:
             f"etcd_endpoints ({error.details()})"
         )
     if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        why = tls.explain(address, secured)
+        if why:
+            return f"the {what} cannot be asked: {why}"
         return (
             f"no {what} answers at {address}: start it (`kvlease up`, `kvlease serve`), or name "
             "its address with --dir or --set"

@@ -45,7 +45,7 @@ async def serve_router(settings: Settings, stop: asyncio.Event, ready: Ready = l
     keys = read_keys(settings.api_keys_file)
     async with _parts(settings, keys) as parts, contextlib.AsyncExitStack() as stack:
         http_address = await stack.enter_async_context(
-            _http(parts.http.app(settings.max_body_bytes), settings.router_listen)
+            _http(parts.http.app(settings.max_body_bytes), settings)
         )
         grpc_port = await parts.server.start(settings.router_grpc_listen)
         stack.push_async_callback(parts.server.stop, 1.0)
@@ -125,14 +125,14 @@ async def _parts(settings: Settings, keys: dict[str, str] | None) -> AsyncIterat
 
 
 @contextlib.asynccontextmanager
-async def _http(app: web.Application, listen: str) -> AsyncIterator[str]:
+async def _http(app: web.Application, settings: Settings) -> AsyncIterator[str]:
     """Listens; the address with the real port. At the end running turns get their grace.
 
     Raises :class:`ConfigError`.
     """
-    host, separator, port = listen.rpartition(":")
-    if not separator or not port.isdigit():
-        raise ConfigError(f"router_listen={listen!r} is not of the form host:port")
+    listen = settings.router_listen
+    host, _, port = listen.rpartition(":")
+    ssl_context = tls.http_context(settings)
     runner = web.AppRunner(
         app,
         access_log=None,  # a line a turn is the trace's business
@@ -141,7 +141,13 @@ async def _http(app: web.Application, listen: str) -> AsyncIterator[str]:
     )
     await runner.setup()
     try:
-        site = web.TCPSite(runner, host.strip("[]") or None, int(port), reuse_address=True)
+        site = web.TCPSite(
+            runner,
+            host.strip("[]") or None,
+            int(port),
+            reuse_address=True,
+            ssl_context=ssl_context,
+        )
         try:
             await site.start()
         except OSError as error:
