@@ -25,6 +25,7 @@ _COMMANDS = {
     "end": "kvlease.cli.conversations:end",
     "serve": "kvlease.cli.serve:serve",
     "engine": "kvlease.cli.engine:engine",
+    "ca": "kvlease.cli.ca:ca",
     "model": "kvlease.cli.model:model",
     "settings": "kvlease.cli.settings:settings",
 }
