@@ -168,9 +168,12 @@ def _environment(engine: Engine, env: Mapping[str, str]) -> dict[str, str]:
         wanted |= _CPU_ENVIRONMENT
     if env.get(telemetry.ENDPOINT_ENV):
         wanted["OTEL_SERVICE_NAME"] = f"vllm-{engine.role}"
+        wanted["OTEL_RESOURCE_ATTRIBUTES"] = _resource(engine, env)
         # kvlease's own spans go over gRPC; vLLM reads only this variable for its.
         wanted["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] = "grpc"
-    set_by_user = {name: env[name] for name in wanted if name in env}
+    set_by_user = {
+        name: env[name] for name in wanted if name in env and name != "OTEL_RESOURCE_ATTRIBUTES"
+    }
     return (
         wanted
         | set_by_user
@@ -179,6 +182,17 @@ def _environment(engine: Engine, env: Mapping[str, str]) -> dict[str, str]:
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(engine.side_channel_port),
         }
     )
+
+
+def _resource(engine: Engine, env: Mapping[str, str]) -> str:
+    """Who vLLM's own spans come from; what the user says of it wins."""
+    ours = {
+        "service.namespace": "kvlease",
+        "service.version": compat.installed_vllm() or "unknown",
+        "service.instance.id": f"{engine.engine_id}/{engine.incarnation}",
+    }
+    said = env.get("OTEL_RESOURCE_ATTRIBUTES", "")
+    return ",".join([*(f"{name}={value}" for name, value in ours.items()), *filter(None, [said])])
 
 
 def _cpu_max_model_len(model: str) -> int:

@@ -21,6 +21,7 @@ _COMMANDS = {
     "engines": "kvlease.cli.engines:engines",
     "drain": "kvlease.cli.engines:drain",
     "leases": "kvlease.cli.leases:leases",
+    "trace": "kvlease.cli.trace:trace",
     "renew": "kvlease.cli.conversations:renew",
     "end": "kvlease.cli.conversations:end",
     "serve": "kvlease.cli.serve:serve",

@@ -19,7 +19,7 @@ from kvlease import config
 from kvlease.cli import launch
 from kvlease.config import ConfigError, Settings
 
-Kind = Literal["etcd", "registry", "lease", "router", "all", "prefill", "decode"]
+Kind = Literal["etcd", "traces", "registry", "lease", "router", "all", "prefill", "decode"]
 
 ENGINES: tuple[Kind, ...] = ("prefill", "decode")
 
@@ -53,6 +53,9 @@ class Options:
     decode_arguments: tuple[str, ...] = ()
     prefill_prefix_cache: bool = True
     """Whether prefill engines keep prompts in a cache of their own, too."""
+    traces: bool = False
+    """Whether the stack keeps its latest traces, for ``kvlease trace``. They are passed on
+    to the receiver that ``env`` names, which gets them directly otherwise."""
     env: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
 
     @property
@@ -99,6 +102,8 @@ class Plan:
     lease_grpc: tuple[str, ...]
     router_http: tuple[str, ...]
     router_grpc: tuple[str, ...]
+    traces: str | None = None
+    """Where traces are asked for; None: they are not kept."""
 
     def of(self, *kinds: Kind) -> list[Part]:
         return [part for part in self.parts if part.kind in kinds]
@@ -129,6 +134,12 @@ def make(options: Options) -> Plan:
         "registry_endpoint": registry,
         "lease_endpoint": ",".join(leases),
     }
+    if options.traces:
+        addresses |= {
+            "traces_listen": f"{HOST}:{ports.take()}",
+            "traces_http_listen": f"{HOST}:{ports.take()}",
+            "traces_forward": options.env.get(telemetry.ENDPOINT_ENV, ""),
+        }
     settings = config.load(
         [*options.assignments, *(f"{name}={value}" for name, value in addresses.items())],
         env=options.env,
@@ -137,6 +148,10 @@ def make(options: Options) -> Plan:
     if etcd and not options.etcd:
         parts.append(_etcd(options, etcd, f"{HOST}:{ports.take()}"))
     env = _service_env(options, settings)
+    if options.traces:
+        http, otlp = settings.traces_http_listen, settings.traces_listen
+        own = {**_inherited(options), **_set(settings)}
+        parts.append(Part("traces", "traces", http, otlp, _serve("traces"), own))
     if options.store == "memory":
         parts.append(Part("services", "all", routers_http[0], registry, _serve("all"), env))
     else:
@@ -148,7 +163,11 @@ def make(options: Options) -> Plan:
             own = {**env, "KVLEASE_ROUTER_LISTEN": http, "KVLEASE_ROUTER_GRPC_LISTEN": grpc}
             parts.append(Part(f"router-{index}", "router", http, grpc, _serve("router"), own))
     parts += _engines(options, settings, ports)
-    return Plan(options, settings, tuple(parts), etcd, registry, leases, routers_http, routers_grpc)
+    traces = f"http://{settings.traces_http_listen}" if options.traces else None
+    return Plan(
+        *(options, settings, tuple(parts), etcd, registry, leases, routers_http, routers_grpc),
+        traces=traces,
+    )
 
 
 def _check(options: Options) -> None:
@@ -193,6 +212,21 @@ def _etcd(options: Options, client: str, peer: str) -> Part:
 
 
 def _service_env(options: Options, settings: Settings) -> dict[str, str]:
+    """Of services and engines. Their spans go to the stack's own receiver, if it has one."""
+    env = {**_inherited(options), **_set(settings)}
+    if not options.traces:
+        return env
+    # Where else to, and with which headers, is that receiver's business.
+    env = {name: value for name, value in env.items() if not name.startswith(_OTLP)}
+    # Spans are batched; vLLM's would come after five seconds.
+    env.setdefault("OTEL_BSP_SCHEDULE_DELAY", "1000")
+    return {**env, telemetry.ENDPOINT_ENV: f"http://{settings.traces_listen}"}
+
+
+_OTLP = "OTEL_EXPORTER_OTLP_"
+
+
+def _set(settings: Settings) -> dict[str, str]:
     """Settings go to the services in their environment, which other users of the machine
     cannot read: etcd_password is one of them."""
     defaults = Settings()

@@ -36,6 +36,7 @@ _ADDRESSES = {
     "lease": ("lease",),
     "router": ("router_http", "router_grpc"),
     "all": ("registry", "lease", "router_http", "router_grpc"),
+    "traces": ("traces_otlp", "traces"),
 }
 
 
@@ -55,7 +56,8 @@ Examples:
 def serve(service: str, assignments: tuple[str, ...], config_file: str | None) -> None:
     """Runs SERVICE until SIGTERM or Ctrl-C, which end it in order.
 
-    With no etcd_endpoints, `all` keeps its state in memory: gone when it stops.
+    With no etcd_endpoints, `all` keeps its state in memory: gone when it stops. `traces` is
+    no part of it: it keeps the latest traces in memory, for `kvlease trace`.
     """
     settings = load(assignments, config_file=config_file)
     if service in ("registry", "lease") and not settings.etcd_endpoints:
@@ -112,6 +114,9 @@ async def _serve(service: str, settings: Settings, stop: asyncio.Event) -> None:
         if service == "router":
             await _serve_router(settings, stop, told)
             return
+        if service == "traces":
+            await _serve_traces(settings, stop, told)
+            return
         store = open_store(settings)
         try:
             await _wait_for(store, stop)
@@ -147,6 +152,12 @@ async def _serve_router(settings: Settings, stop: asyncio.Event, told: _Told) ->
     from kvlease.router.app import serve_router
 
     await serve_router(settings, stop, told)
+
+
+async def _serve_traces(settings: Settings, stop: asyncio.Event, told: _Told) -> None:
+    from kvlease.traces.app import serve_traces
+
+    await serve_traces(settings, stop, told)
 
 
 class _Told:

@@ -38,7 +38,7 @@ _POLL_S = 0.2
 _STOP_ORDER: Sequence[tuple[tuple[Kind, ...], float]] = (
     (("prefill", "decode"), 20.0),
     (("router", "lease", "registry", "all"), 8.0),
-    (("etcd",), 5.0),
+    (("etcd", "traces"), 5.0),
 )
 
 
@@ -82,7 +82,7 @@ class Stack:
             deadline = started + timeout_s
             stages: Sequence[tuple[Kind, ...]] = (
                 ("etcd",),
-                ("registry", "lease", "router", "all"),
+                ("traces", "registry", "lease", "router", "all"),
                 ENGINES,
             )
             for kinds in stages:

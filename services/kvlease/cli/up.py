@@ -89,6 +89,13 @@ directory_option = click.option(
     show_default=True,
     help="Whether prefill engines keep prompts in a cache of their own, too.",
 )
+@click.option(
+    "--traces/--no-traces",
+    default=True,
+    show_default=True,
+    help="Whether the latest traces are kept, for `kvlease trace`; they also go to "
+    "OTEL_EXPORTER_OTLP_ENDPOINT, if that is set.",
+)
 @click.option("--detach", is_flag=True, help="Return when it is ready; `kvlease down` ends it.")
 def up(
     directory: Path,
@@ -103,6 +110,7 @@ def up(
     assignments: tuple[str, ...],
     engine_arguments: tuple[str, ...],
     prefill_prefix_cache: bool,
+    traces: bool,
     detach: bool,
 ) -> None:
     """Starts etcd, the services and engines on 127.0.0.1, waits until they are ready, and
@@ -120,6 +128,7 @@ def up(
         assignments=assignments,
         engine_arguments=tuple(word for text in engine_arguments for word in _words(text)),
         prefill_prefix_cache=prefill_prefix_cache,
+        traces=traces,
     )
     _run(options, detach=detach)
 
@@ -180,6 +189,7 @@ def _summary(stack: local.Stack) -> str:
         ("lease service", ", ".join(endpoints["lease_replicas_grpc"])),
         ("registry", endpoints["registry_grpc"]),
         ("etcd", endpoints["etcd"] or "none: the embedded store"),
+        ("traces", endpoints["traces"] or "not kept"),
         *((e["engine_id"], e["http"]) for e in endpoints["prefill"] + endpoints["decode"]),
         ("all of it", str(stack.options.directory / "endpoints.json")),
     ]

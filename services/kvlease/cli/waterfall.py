@@ -22,19 +22,20 @@ class Bar:
     children: list[Bar] = field(default_factory=list, compare=False)
 
 
-def render(bars: Iterable[Bar]) -> str:
+def render(bars: Iterable[Bar], width: int = BAR_WIDTH) -> str:
     """The tree of spans, one line each: name, bar, milliseconds, note. Children are
-    ordered by their start; a span whose parent is not among them is a root."""
+    ordered by their start; a span whose parent is not among them is a root. ``width``: of
+    the longest bar."""
     roots = _tree(bars)
     if not roots:
         return ""
     first = min(bar.start for bar in roots)
     last = max(bar.end for bar in _walk(roots))
     rows = [row for root in roots for row in _rows(root, "", "")]
-    width = max(len(label) for label, _ in rows)
+    label_width = max(len(label) for label, _ in rows)
     return "\n".join(
-        f"{label:<{width}}  {_bar(bar, first, last)} {1000 * (bar.end - bar.start):8.1f} ms"
-        + (f"  {bar.note}" if bar.note else "")
+        f"{label:<{label_width}}  {_bar(bar, first, last, width)} "
+        f"{1000 * (bar.end - bar.start):8.1f} ms" + (f"  {bar.note}" if bar.note else "")
         for label, bar in rows
     )
 
@@ -65,8 +66,8 @@ def _rows(bar: Bar, lead: str, under: str) -> list[tuple[str, Bar]]:
     return rows
 
 
-def _bar(bar: Bar, first: float, last: float) -> str:
-    scale = BAR_WIDTH / max(last - first, 1e-9)
-    begin = min(BAR_WIDTH - 1, int((bar.start - first) * scale))
-    length = max(1, min(BAR_WIDTH - begin, round((bar.end - bar.start) * scale)))
-    return (" " * begin + "█" * length).ljust(BAR_WIDTH)
+def _bar(bar: Bar, first: float, last: float, width: int) -> str:
+    scale = width / max(last - first, 1e-9)
+    begin = min(width - 1, int((bar.start - first) * scale))
+    length = max(1, min(width - begin, round((bar.end - bar.start) * scale)))
+    return (" " * begin + "█" * length).ljust(width)
