@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from kvlease import config
+from kvlease import config, telemetry
 from kvlease.cli import launch
 from kvlease.config import ConfigError, Settings
 
@@ -235,14 +235,17 @@ def _set(settings: Settings) -> dict[str, str]:
         for name, value in settings.model_dump().items()
         if value != getattr(defaults, name)
     }
-    inherited = {
+    return {**changed, "PYTHONUNBUFFERED": "1"}
+
+
+def _inherited(options: Options) -> dict[str, str]:
+    return {
         name: value
         for name, value in options.env.items()
-        # Everything they said is in `changed` now.
+        # Everything they said is among the settings now.
         if name != config.CONFIG_FILE_ENV
         and name.removeprefix(config.ENV_PREFIX).lower() not in Settings.model_fields
     }
-    return {**inherited, **changed, "PYTHONUNBUFFERED": "1"}
 
 
 def _engines(options: Options, settings: Settings, ports: _Ports) -> list[Part]:
