@@ -19,6 +19,7 @@ from kvlease.router import upstream
 from kvlease.router.announce import announce
 from kvlease.router.engines import Engines
 from kvlease.router.grpc_server import SERVICE_NAME, RouterService
+from kvlease.router.history import TurnLog
 from kvlease.router.http import Http
 from kvlease.router.keys import read_keys
 from kvlease.router.leases import Leases
@@ -58,6 +59,7 @@ async def serve_router(settings: Settings, stop: asyncio.Event, ready: Ready = l
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(parts.engines.watch()),
+                group.create_task(parts.history.run()),
                 group.create_task(_report_health(parts)),
                 group.create_task(announce(parts.registry, replica, settings.session_ttl)),
             ]
@@ -74,6 +76,7 @@ class _Parts:
     http: Http
     server: rpc.Server
     engines: Engines
+    history: TurnLog
     registry: grpc.aio.Channel
     changed: asyncio.Event
 
@@ -114,14 +117,16 @@ async def _parts(settings: Settings, keys: dict[str, str] | None) -> AsyncIterat
             metrics=metrics,
             prefill_timeout_s=settings.prefill_timeout,
         )
-        turns = Turns(tools, leases, tracing.tracer, keys, settings.max_body_bytes)
+        history = TurnLog(leases.record, metrics.turn_records_dropped.inc)
+        stack.push_async_callback(history.close)
+        turns = Turns(tools, leases, history, tracing.tracer, keys, settings.max_body_bytes)
         stack.push_async_callback(turns.close)
         server = rpc.Server([SERVICE_NAME], secured)
         router_pb2_grpc.add_RouterServicer_to_server(
             RouterService(engines, leases, registry), server.grpc
         )
         http = Http(turns, engines, leases, metrics, tracing, keys)
-        yield _Parts(http, server, engines, registry, changed)
+        yield _Parts(http, server, engines, history, registry, changed)
 
 
 @contextlib.asynccontextmanager

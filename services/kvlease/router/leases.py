@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -15,6 +15,15 @@ from kvlease.v1 import common_pb2, lease_pb2, lease_pb2_grpc
 END_TIMEOUT_S = 3.0
 """Deadline of EndConversation and Renew: above the store's own, so that its answer
 arrives."""
+
+LIST_TIMEOUT_S = 6.0
+"""Deadline of ListConversations: the lease service's first answer waits for its copy."""
+
+_PASSING = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED,
+)
 
 _CIRCUIT_THRESHOLD = 2
 _CIRCUIT_PAUSE_S = 1.0
@@ -136,6 +145,37 @@ class Leases:
         except grpc.aio.AioRpcError as error:
             raise self._down(error) from None
         return answer.lease_ended
+
+    async def record(self, entries: Sequence[lease_pb2.RecordTurnsRequest.Entry]) -> None:
+        """Has what became of turns kept. Raises :class:`ServiceDown` if a later try may
+        have more luck."""
+        request = lease_pb2.RecordTurnsRequest(entries=entries)
+        try:
+            await self._stub.RecordTurns(request, timeout=END_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            if error.code() in _PASSING:
+                raise self._down(error) from None
+            # It will never take them (it may be of an older version): nothing to wait for.
+            _log.error(
+                "what became of turns was refused",
+                turns=len(entries),
+                code=error.code().name,
+                detail=error.details(),
+            )
+
+    async def conversations(
+        self, limit: int, id_contains: str
+    ) -> lease_pb2.ListConversationsResponse:
+        """The conversations, of all tenants, whose turns were recorded last. Raises
+        :class:`ServiceDown`."""
+        request = lease_pb2.ListConversationsRequest(page_size=limit, id_contains=id_contains)
+        try:
+            answer: lease_pb2.ListConversationsResponse = await self._stub.ListConversations(
+                request, timeout=LIST_TIMEOUT_S
+            )
+        except grpc.aio.AioRpcError as error:
+            raise self._down(error) from None
+        return answer
 
     def _down(self, error: grpc.aio.AioRpcError) -> ServiceDown:
         reason = rpc.reason_of(error)

@@ -64,6 +64,11 @@ class Metrics:
             "Turns that the lease service could not be asked about.",
             registry=self.registry,
         )
+        self.turn_records_dropped = Counter(
+            "kvlease_turn_records_dropped",
+            "Turns of which GetConversation will not tell: the lease service was away for long.",
+            registry=self.registry,
+        )
 
         self._add_costs()
 

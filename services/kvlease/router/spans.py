@@ -35,6 +35,10 @@ class TurnTrace:
         self._arrival = time.monotonic()
         self.ttft_s: float | None = None
         self.outcome = ""
+        self.handoff: Handoff | None = None
+        """The last one."""
+        self.engine_ids: dict[str, str] = {}
+        """"prefill" and "decode" → the engine that was asked last."""
         self._turn = tracer.start_span(
             "turn",
             context=telemetry.extract(headers),
@@ -53,6 +57,11 @@ class TurnTrace:
     def trace_id(self) -> str:
         """32 hex digits."""
         return telemetry.trace_id_of(self._turn)
+
+    @property
+    def start(self) -> float:
+        """When the request arrived, in seconds since 1970."""
+        return self._arrival_ns / 1e9
 
     @property
     def traceparent(self) -> str:
@@ -87,6 +96,7 @@ class TurnTrace:
     def handed_over(self, handoff: Handoff) -> None:
         """The prefill half has ended, or there will be none."""
         self.outcome = handoff.outcome
+        self.handoff = handoff
         attributes: dict[str, AttributeValue] = {"kvlease.outcome": handoff.outcome}
         if handoff.detail:
             attributes["kvlease.detail"] = handoff.detail
@@ -137,6 +147,7 @@ class TurnTrace:
     def _engine(
         self, half: str, engine: registry_pb2.Engine, reason: str, attempt: int
     ) -> Iterator[Span]:
+        self.engine_ids[half] = engine.engine_id
         self._turn.set_attribute(f"kvlease.{half}.engine_id", engine.engine_id)
         attributes: dict[str, AttributeValue] = {
             "kvlease.engine_id": engine.engine_id,

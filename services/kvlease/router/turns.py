@@ -15,6 +15,8 @@ from kvlease.router import errors, rules
 from kvlease.router.ask import Ask, read_ask
 from kvlease.router.decode import TurnLost, decode
 from kvlease.router.errors import HttpError
+from kvlease.router.handoff import Handoff
+from kvlease.router.history import EndedTurn, TurnLog
 from kvlease.router.leases import Leases, ServiceDown
 from kvlease.router.prefill import Refused, prefill
 from kvlease.router.relay import ClientGone, Relay
@@ -28,18 +30,21 @@ _log = structlog.get_logger("kvlease.router")
 
 
 class Turns:
-    """Serves turns. ``keys``: API key → tenant; None where there are none."""
+    """Serves turns. ``keys``: API key → tenant; None where there are none. ``history``
+    learns of every turn of a conversation that has ended."""
 
     def __init__(
         self,
         tools: Tools,
         leases: Leases,
+        history: TurnLog,
         tracer: Tracer,
         keys: Mapping[str, str] | None,
         max_body_bytes: int,
     ) -> None:
         self._tools = tools
         self._leases = leases
+        self._history = history
         self._tracer = tracer
         self._keys = keys
         self._max_body_bytes = max_body_bytes
@@ -70,6 +75,30 @@ class Turns:
             else:
                 trace.end(status=answer.status, error=answer.error)
             self._end_conversation(answer)
+            self._record(answer)
+
+    def _record(self, answer: _Answer) -> None:
+        turn, trace = answer.turn, answer.trace
+        if turn is None or not turn.ask.conversation_id:
+            return
+        handoff = trace.handoff
+        self._history.add(
+            EndedTurn(
+                conversation=turn.ask.conversation,
+                number=turn.number,
+                start=trace.start,
+                end=answer.end,
+                trace_id=trace.trace_id,
+                outcome=trace.outcome,
+                detail=_why(turn.ask, handoff),
+                error=answer.error,
+                prompt_tokens=handoff.prompt_tokens if handoff else 0,
+                reused_tokens=handoff.reused_tokens if handoff else 0,
+                ttft_s=trace.ttft_s,
+                prefill_engine_id=trace.engine_ids.get("prefill", ""),
+                decode_engine_id=trace.engine_ids.get("decode", ""),
+            )
+        )
 
     def _end_conversation(self, answer: _Answer) -> None:
         """After a conversation's last turn nothing is kept for it. A turn that has failed
@@ -166,6 +195,7 @@ class Turns:
                     span.set_attribute("kvlease.start_turn.failure", started.failure)
                     self._tools.metrics.start_turn_failures.inc()
             trace.started(turn.number, turn.lease)
+            answer.turn = turn
             prefill_found = engines.candidates(PREFILL, ask.model)
             decode_found = engines.candidates(DECODE, ask.model)
             decode_choice = await self._live_decode(turn)
@@ -185,7 +215,6 @@ class Turns:
                     "Try again, or start a decode engine.",
                     "no_decode_engine",
                 )
-        answer.turn = turn
         return turn
 
     async def _live_decode(self, turn: Turn) -> rules.Choice:
@@ -294,6 +323,13 @@ class _Answer:
         except ClientGone:
             self.end = "disconnected"
         return self.relay.response
+
+
+def _why(ask: Ask, handoff: Handoff | None) -> str:
+    """Why the turn's outcome was what it was, as a sentence."""
+    if not ask.reuse:
+        return "the request said x-kvlease-reuse: off"
+    return handoff.detail if handoff else ""
 
 
 def _end(status: int) -> str:
