@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,16 @@ _CACHED = Path(__file__).parent.parent / "build" / "tools" / f"grpcurl-{_VERSION
 class Grpcurl:
     """Runs the binary against one server."""
 
-    def __init__(self, binary: Path, address: str = "") -> None:
+    def __init__(
+        self, binary: Path, address: str = "", security: Sequence[str] = ("-plaintext",)
+    ) -> None:
         self.binary = binary
         self.address = address
+        self.security = security
 
-    def at(self, address: str) -> Grpcurl:
-        """The same binary against another server."""
-        return Grpcurl(self.binary, address)
+    def at(self, address: str, *security: str) -> Grpcurl:
+        """The same binary against another server; without options for TLS: plaintext."""
+        return Grpcurl(self.binary, address, security or ("-plaintext",))
 
     def text(self, *arguments: str, data: dict[str, Any] | None = None) -> str:
         """What it prints. Fails the test if it fails."""
@@ -56,7 +60,7 @@ class Grpcurl:
     def _run(
         self, *arguments: str, data: dict[str, Any] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        options = ["-plaintext", "-max-time", "10"]
+        options = [*self.security, "-max-time", "10"]
         if data is not None:
             options += ["-d", json.dumps(data)]
         return subprocess.run(

@@ -15,11 +15,12 @@ import aiohttp
 import grpc.aio
 from sim_engine import COMPATIBILITY, Role, SimEngine
 
-from kvlease import rpc
+from kvlease import rpc, tls
 from kvlease.config import Settings
 from kvlease.lease.app import serve_lease
 from kvlease.registry.app import serve_registry
 from kvlease.router.app import serve_router
+from kvlease.store.base import Store
 from kvlease.store.memory import MemoryStore
 from kvlease.v1 import common_pb2, lease_pb2, lease_pb2_grpc
 
@@ -69,7 +70,7 @@ class Stack:
     lease_channel: grpc.aio.Channel
     router_channel: grpc.aio.Channel
     client: aiohttp.ClientSession
-    store: MemoryStore
+    store: Store
     engines: dict[str, SimEngine] = field(default_factory=dict)
     started: list[Part] = field(default_factory=list)
 
@@ -85,7 +86,7 @@ class Stack:
         await self.until_known(engine_id)
         return engine
 
-    async def start(self, name: str, store: MemoryStore | None = None) -> Part:
+    async def start(self, name: str, store: Store | None = None) -> Part:
         """Starts a part that was stopped, at its old addresses. ``name`` is that of its
         attribute."""
         serve, stored, told = {
@@ -149,7 +150,7 @@ class Stack:
 
 
 @asynccontextmanager
-async def running(store: MemoryStore | None = None, **settings: Any) -> AsyncIterator[Stack]:
+async def running(store: Store | None = None, **settings: Any) -> AsyncIterator[Stack]:
     """All services on free ports; at the end everything is gone, and no task is left."""
     before = asyncio.all_tasks()
     async with AsyncExitStack() as stack:
@@ -187,7 +188,7 @@ async def running(store: MemoryStore | None = None, **settings: Any) -> AsyncIte
             }
         )
         channels = [
-            await stack.enter_async_context(rpc.aio_channel(address))
+            await stack.enter_async_context(rpc.aio_channel(address, tls.of(given)))
             for address in (
                 given.registry_endpoint,
                 given.lease_endpoint,

@@ -12,7 +12,7 @@ from typing import Any
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvlease import prefix, rpc
+from kvlease import prefix, rpc, tls
 from kvlease.config import Settings
 from kvlease.lease.app import serve_lease
 from kvlease.registry.app import serve_registry
@@ -92,7 +92,9 @@ class ControlPlane:
         if task.done():
             await task
         address = await asyncio.wait_for(told, 0.1)
-        channel = await self._stack.enter_async_context(rpc.aio_channel(address))
+        channel = await self._stack.enter_async_context(
+            rpc.aio_channel(address, tls.of(self.settings))
+        )
         self.addresses[kind].append(address)
         self.channels[kind].append(channel)
         return channel
