@@ -102,12 +102,8 @@ class Claims:
     async def claim(self, ask: Ask) -> Answer:
         """One claim, decided: never raises, never takes longer than the claim deadline plus
         the time to reach the holder."""
-        with self._tracer.start_as_current_span(
-            "lease.claim",
-            context=telemetry.extract({"traceparent": ask.traceparent}),
-            kind=trace.SpanKind.CLIENT,
-            record_exception=False,
-        ) as span:
+        context = telemetry.extract({"traceparent": ask.traceparent})
+        with telemetry.timed(self._tracer, "lease.claim", context, trace.SpanKind.CLIENT) as span:
             started = self._clock()
             answer = await self._claim(ask, span)
             answer.claim_s = self._clock() - started
@@ -123,6 +119,8 @@ class Claims:
                     **(answer.verdict.attributes() if answer.verdict else {}),
                 }
             )
+            if answer.outcome in _UNANSWERED:
+                telemetry.fail(span, answer.detail, outcomes.word(answer.outcome))
             return answer
 
     async def _claim(self, ask: Ask, span: trace.Span) -> Answer:
@@ -241,6 +239,9 @@ class Claims:
                 ticket_id=answer.ticket_id,
                 error=error.details(),
             )
+
+
+_UNANSWERED = (common_pb2.OUTCOME_MISS_TIMEOUT, common_pb2.OUTCOME_MISS_UNAVAILABLE)
 
 
 def cut(params: dict[str, Any], usable_tokens: int, block_size: int) -> dict[str, Any]:

@@ -87,11 +87,12 @@ class Grants:
 
     async def _grant(self, entry: Entry, turn: Finished) -> None:
         lease = entry.lease
-        with self._tracer.start_as_current_span(
+        with telemetry.timed(
+            self._tracer,
             "lease.grant",
-            context=telemetry.extract({"traceparent": turn.traceparent}),
-            kind=trace.SpanKind.CLIENT,
-            attributes={
+            telemetry.extract({"traceparent": turn.traceparent}),
+            trace.SpanKind.CLIENT,
+            {
                 "kvlease.conversation": turn.conversation.conversation_id,
                 "kvlease.turn": turn.turn,
                 "kvlease.lease_id": lease.lease_id,
@@ -126,6 +127,7 @@ class Grants:
                     continue
                 entry.lease.revoking = True
                 self._revocations.begin(entry, "revoke after an unclear grant")
+                telemetry.fail(span, f"no clear answer: {error.details()}", error.code().name)
                 return f"no clear answer: {error.details()}"
             retention_s = answer.retention.ToTimedelta().total_seconds()
             with self._lock:

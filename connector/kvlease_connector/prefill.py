@@ -47,6 +47,8 @@ class PullingTurn:
     pull_s: float = 0.0
     num_pulled_tokens: int = 0
     span: trace.Span = field(default=trace.INVALID_SPAN)
+    watch: telemetry.Stopwatch = field(default_factory=telemetry.Stopwatch)
+    """Of the span."""
 
     @property
     def outcome(self) -> common_pb2.Outcome.ValueType:
@@ -218,10 +220,12 @@ class PrefillSide:
         turn.read_started = self._clock()
         turn.num_pulled_tokens = num_external_tokens
         self.policy.read_started(*turn.source, turn.verdict, turn.read_started)
+        turn.watch = telemetry.Stopwatch()
         turn.span = self._tracer.start_span(
             "kv.pull",
             context=telemetry.extract({"traceparent": turn.traceparent}),
             kind=trace.SpanKind.CLIENT,
+            start_time=turn.watch.start_ns,
             attributes={
                 "kvlease.conversation": turn.conversation.conversation_id,
                 "kvlease.lease_id": answer.lease_id,
@@ -253,8 +257,8 @@ class PrefillSide:
         seconds = self._clock() - turn.read_started
         turn.span.set_attributes({"kvlease.seconds": seconds, "kvlease.failed": failed})
         if failed:
-            turn.span.set_status(trace.StatusCode.ERROR, "the read failed")
-        turn.span.end()
+            telemetry.fail(turn.span, f"the read from {turn.source[0] or 'the holder'} failed")
+        turn.span.end(turn.watch.now_ns())
         if failed:
             self._close(turn.conversation, answer, lease_pb2.READ_RESULT_FAILED)
             holder = turn.source[0] or "the holder"
