@@ -1,61 +1,28 @@
-"""Prometheus metrics of the services, on ``/metrics`` of ``metrics_listen``."""
+"""What all services share of their Prometheus metrics: where they are served, and those
+that every process has. A service's own are in its ``metrics.py``; docs/metrics.md lists
+them all.
+
+Labels are bounded: outcomes, reasons, and the names of engines and models; never a
+conversation, a tenant or a request.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from importlib.metadata import version
 
-from prometheus_client import (
-    Counter,
-    Gauge,
-    Histogram,
-    disable_created_metrics,
-    start_http_server,
-)
+from prometheus_client import REGISTRY, Gauge, disable_created_metrics, start_http_server
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
 
-from kvlease import outcomes
 from kvlease.config import ConfigError
 
 # A second series for each counter, which nobody reads.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
-LEASES_GRANTED = Counter("kvlease_leases_granted", "Leases granted by this process.")
-
-GRANTS_REFUSED = Counter(
-    "kvlease_grants_refused", "Grants refused by this process, by ErrorInfo reason.", ["reason"]
-)
-
-CLAIMS = Counter("kvlease_claims", "Claims answered by this process, by outcome.", ["outcome"])
-
-for _word in outcomes.ALL_WORDS:
-    CLAIMS.labels(_word)  # so that the first of each is seen as an increase from 0
-
-CLAIM_SECONDS = Histogram(
-    "kvlease_claim_seconds",
-    "Time from a claim's arrival to its answer, in seconds.",
-    # A claim has 50 ms by default; one round trip to the store takes 1 to 5.
-    buckets=(0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0),
-)
-
-LEASES_ENDED = Counter(
-    "kvlease_leases_ended",
-    "Leases that this process ended, by reason. Those that ended with their engine's session "
-    "are not among them: see kvlease_engine_sessions_lost_total.",
-    ["reason"],
-)
-
-LEASES = Gauge("kvlease_leases", "Leases that exist, by state, as this replica sees it.", ["state"])
-
-ENGINES = Gauge(
-    "kvlease_engines", "Engines that are registered, as this replica sees it.", ["role", "state"]
-)
-
-SESSIONS_LOST = Counter(
-    "kvlease_engine_sessions_lost",
-    "Engine sessions that ended without Deregister, as this replica saw it: crashes, hangs, "
-    "restarts. Every replica counts each.",
-    ["role"],
-)
+BUILD_INFO = Gauge("kvlease_build_info", "Always 1; the version is in the label.", ["version"])
+BUILD_INFO.labels(version("kvlease")).set(1)
 
 READY = Gauge(
     "kvlease_ready",
@@ -64,15 +31,37 @@ READY = Gauge(
     ["service"],
 )
 
-COMMIT_CONFLICTS = Counter(
-    "kvlease_commit_conflicts", "Writes that were decided again because another came first."
-)
+MILLISECONDS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0)
+"""Buckets, in seconds, for what takes one or a few round trips within a data centre. A
+claim has 50 ms by default."""
+
+
+def render(registry: Collector, accept: str) -> tuple[bytes, str]:
+    """A scrape's answer and its Content-Type: OpenMetrics, which carries exemplars, where
+    the Accept header asks for it, else Prometheus' text format."""
+    encode, content_type = choose_encoder(accept)
+    return encode(registry), content_type
+
+
+@contextlib.contextmanager
+def collecting(collector: Collector) -> Iterator[None]:
+    """Shows what ``collector`` collects, in this process. Of several replicas in one
+    process (tests) the first is shown."""
+    try:
+        REGISTRY.register(collector)
+    except ValueError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        REGISTRY.unregister(collector)
 
 
 @contextlib.contextmanager
 def serving(listen: str) -> Iterator[int]:
-    """Serves ``/metrics`` on ``host:port`` from a thread of its own; yields the port, 0
-    where ``listen`` is empty.
+    """Serves ``/metrics`` on ``host:port`` from threads of its own, so that a scraper that
+    does not read holds up nobody; yields the port, 0 where ``listen`` is empty.
 
     Raises :class:`~kvlease.config.ConfigError` if the address cannot be listened on.
     """
@@ -83,7 +72,7 @@ def serving(listen: str) -> Iterator[int]:
     if not separator or not port.isdigit():
         raise ConfigError(f"metrics_listen={listen!r} is not of the form host:port")
     try:
-        server, thread = start_http_server(int(port), addr=host or "0.0.0.0")
+        server, thread = start_http_server(int(port), addr=host or "0.0.0.0", registry=REGISTRY)
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {listen} for metrics: {error.strerror}; set metrics_listen to "

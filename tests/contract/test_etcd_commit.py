@@ -272,7 +272,7 @@ async def test_a_fence_that_another_commit_has_raised_is_no_conflict(
     shared_etcd: Etcd, lossy: Lossy
 ) -> None:
     # Given the fence under which the next commit is sent, raised while it is under way.
-    fence: bytes = lossy.store._commits._fence  # type: ignore[attr-defined]
+    fence: bytes = lossy.store._store._commits._fence  # type: ignore[attr-defined]
     shared_etcd.put(fence.decode(), b"")
     result = await lossy.store.commit({"/a": 0}, [Put("/a", b"1")])
     assert isinstance(result, Committed)

@@ -348,11 +348,13 @@ async def test_watches_end_cleanly_when_the_registry_stops(plane: ControlPlane) 
 
 
 async def test_session_losses_are_counted_and_orderly_ends_are_not(plane: ControlPlane) -> None:
-    def lost() -> float:
-        name = "kvlease_engine_sessions_lost_total"
-        return REGISTRY.get_sample_value(name, {"role": "decode"}) or 0.0
+    def count(what: str, engine_id: str) -> float:
+        labels = {"role": "decode", "engine_id": engine_id}
+        return REGISTRY.get_sample_value(f"kvlease_engine_{what}_total", labels) or 0.0
 
-    before = lost()
+    names = ("leaves", "restarts")
+    lost = {name: count("sessions_lost", name) for name in names}
+    opened = {name: count("registrations", name) for name in names}
     leaving = await plane.register(engine_id="leaves")
     await plane.register(engine_id="restarts")
     request = registry_pb2.WatchEnginesRequest()
@@ -361,9 +363,16 @@ async def test_session_losses_are_counted_and_orderly_ends_are_not(plane: Contro
         gone = registry_pb2.DeregisterRequest(session_id=leaving.session_id)
         await plane.registry.Deregister(gone, timeout=CALL_S)
         await plane.register(engine_id="restarts")
-        await until(lambda: lost() > before)
+        await until(lambda: count("sessions_lost", "restarts") > lost["restarts"])
         await take(4)  # draining, deleted, deleted, new
-    assert lost() == before + 1
+    assert {name: count("sessions_lost", name) - lost[name] for name in names} == {
+        "leaves": 0,
+        "restarts": 1,
+    }
+    assert {name: count("registrations", name) - opened[name] for name in names} == {
+        "leaves": 1,
+        "restarts": 2,
+    }
 
 
 # Routers

@@ -157,7 +157,7 @@ def test_metrics_are_served_where_asked() -> None:
         served.wait_for("ready")
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as page:
             text = page.read().decode()
-        assert 'kvlease_claims_total{outcome="hit"} 0.0' in text
+        assert 'kvlease_claim_seconds_count{outcome="hit"} 0.0' in text
         assert 'kvlease_engines{role="decode",state="serving"} 0.0' in text
         assert 'kvlease_ready{service="registry"} 1.0' in text
         assert 'kvlease_ready{service="lease"} 1.0' in text

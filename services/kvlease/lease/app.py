@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 
-from kvlease import metrics, rpc, serving, tls
+from kvlease import rpc, serving, tls
 from kvlease.config import Settings
 from kvlease.lease import keys
 from kvlease.lease.buckets import Buckets
 from kvlease.lease.history import History
 from kvlease.lease.knowledge import Knowledge, LeaseView
+from kvlease.lease.metrics import LeasesCollector
 from kvlease.lease.records import Records
 from kvlease.lease.rules import Limits
 from kvlease.lease.server import SERVICE, LeaseServer
 from kvlease.lease.service import LeaseOperations
 from kvlease.lease.sweeper import Sweeper
+from kvlease.metrics import collecting
 from kvlease.mirror import Mirror
 from kvlease.registry import keys as registry_keys
 from kvlease.registry.server import parse_engine
 from kvlease.store.base import Store
 from kvlease.telemetry import ENDPOINT_ENV, Telemetry
-from kvlease.v1 import lease_pb2, lease_pb2_grpc
-from kvlease.v1.lease_pb2 import LeaseState
+from kvlease.v1 import lease_pb2_grpc
 from kvlease.v1.registry_pb2 import Engine
 
 
@@ -50,32 +50,19 @@ async def serve_lease(
     tracer = telemetry.tracer if telemetry else None
     servicer = LeaseServer(operations, history, leases, monitor, tracer)
     lease_pb2_grpc.add_LeaseServiceServicer_to_server(servicer, server.grpc)
-    _expose(leases)
     try:
-        await serving.run(
-            server,
-            settings.lease_listen,
-            stop,
-            name="lease",
-            monitor=monitor,
-            mirrors=[leases, engines],
-            others=[Sweeper(operations, leases, limits).run, history.run],
-            ready=ready,
-        )
+        with collecting(LeasesCollector(leases)):
+            await serving.run(
+                server,
+                settings.lease_listen,
+                stop,
+                name="lease",
+                monitor=monitor,
+                mirrors=[leases, engines],
+                others=[Sweeper(operations, leases, limits).run, history.run],
+                ready=ready,
+            )
     finally:
         await records.close()
         if telemetry is not None:
             await asyncio.to_thread(telemetry.shutdown)
-
-
-def _expose(leases: Mirror[LeaseView]) -> None:
-    """Lets Prometheus count the leases whenever it scrapes."""
-    for state, word in (
-        (lease_pb2.LEASE_STATE_HELD, "held"),
-        (lease_pb2.LEASE_STATE_ENDING, "ending"),
-    ):
-        metrics.LEASES.labels(word).set_function(functools.partial(_count, leases, state))
-
-
-def _count(leases: Mirror[LeaseView], state: LeaseState.ValueType) -> int:
-    return sum(entry.record.lease.state == state for entry in leases.entries())

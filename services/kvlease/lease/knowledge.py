@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from kvlease import metrics
-from kvlease.lease import keys, rules
+from kvlease.lease import keys, metrics, rules
 from kvlease.lease.buckets import Buckets
 from kvlease.lease.rules import State
 from kvlease.mirror import Mirror

@@ -8,8 +8,8 @@ import time
 import grpc
 import structlog
 
-from kvlease import metrics, outcomes, pages, times
-from kvlease.lease import claims, keys, rules, validate
+from kvlease import outcomes, pages, times
+from kvlease.lease import claims, keys, metrics, rules, validate
 from kvlease.lease.knowledge import LeaseView
 from kvlease.lease.records import BOTH, INFO, LEASE, Records
 from kvlease.lease.rules import Limits, State
@@ -141,8 +141,8 @@ class LeaseOperations:
                 outcome=common_pb2.OUTCOME_MISS_ENGINE,
                 detail="the lease's holder has just lost its session",
             )
-        metrics.CLAIMS.labels(outcomes.word(answer.outcome)).inc()
-        metrics.CLAIM_SECONDS.observe(time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        metrics.CLAIM_SECONDS.labels(outcomes.word(answer.outcome)).observe(seconds)
         return answer
 
     async def complete(self, request: lease_pb2.CompleteRequest) -> CompleteResponse:
@@ -278,8 +278,7 @@ class LeaseOperations:
 
 
 def _count_end(reason: EndReason.ValueType) -> None:
-    word = EndReason.Name(reason).removeprefix("END_REASON_").lower()
-    metrics.LEASES_ENDED.labels(word).inc()
+    metrics.LEASES_ENDED.labels(metrics.end_word(reason)).inc()
 
 
 def _session_lost(request: lease_pb2.GrantRequest) -> Refused:

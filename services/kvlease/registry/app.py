@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 
-from kvlease import metrics, rpc, serving, tls
+from kvlease import rpc, serving, tls
 from kvlease.config import Settings
+from kvlease.metrics import collecting
 from kvlease.mirror import Mirror
-from kvlease.registry import keys, rules
-from kvlease.registry.server import SERVICE, RegistryServer, count_lost_sessions, parse_engine
+from kvlease.registry import keys
+from kvlease.registry.metrics import EnginesCollector
+from kvlease.registry.server import SERVICE, RegistryServer, follow_engines, parse_engine
 from kvlease.store.base import Store
-from kvlease.v1 import registry_pb2, registry_pb2_grpc
-from kvlease.v1.registry_pb2 import Engine, EngineRole
+from kvlease.v1 import registry_pb2_grpc
+from kvlease.v1.registry_pb2 import Engine
 
 
 async def serve_registry(
@@ -28,31 +29,15 @@ async def serve_registry(
     monitor = serving.StoreMonitor(store, server, [engines])
     servicer = RegistryServer(settings, store, engines, monitor)
     registry_pb2_grpc.add_RegistryServicer_to_server(servicer, server.grpc)
-    _expose(engines)
-    await serving.run(
-        server,
-        settings.registry_listen,
-        stop,
-        name="registry",
-        monitor=monitor,
-        mirrors=[engines],
-        others=[functools.partial(count_lost_sessions, engines)],
-        ready=ready,
-    )
-
-
-def _expose(engines: Mirror[Engine]) -> None:
-    """Lets Prometheus count the engines whenever it scrapes."""
-
-    for role in (registry_pb2.ENGINE_ROLE_PREFILL, registry_pb2.ENGINE_ROLE_DECODE):
-        for state, draining in (("serving", False), ("draining", True)):
-            metrics.ENGINES.labels(keys.ROLE_WORDS[role], state).set_function(
-                functools.partial(_count, engines, role, draining)
-            )
-
-
-def _count(engines: Mirror[Engine], role: EngineRole.ValueType, draining: bool) -> int:
-    return sum(
-        entry.record.role == role and rules.is_draining(entry.record) == draining
-        for entry in engines.entries()
-    )
+    collector = EnginesCollector(engines)
+    with collecting(collector):
+        await serving.run(
+            server,
+            settings.registry_listen,
+            stop,
+            name="registry",
+            monitor=monitor,
+            mirrors=[engines],
+            others=[lambda: follow_engines(engines, collector)],
+            ready=ready,
+        )

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import grpc
 import structlog
 
-from kvlease import metrics, pages, rpc, serving, times
+from kvlease import pages, rpc, serving, times
 from kvlease.config import Settings
-from kvlease.mirror import Entry, FellBehind, Mirror
-from kvlease.registry import keys, rules
+from kvlease.mirror import Change, Entry, FellBehind, Mirror
+from kvlease.registry import keys, metrics, rules
 from kvlease.registry.routers import Routers
 from kvlease.store.base import Conflict, Put, SessionLost, Store, StoreUnavailable, Versioned
 from kvlease.v1 import registry_pb2, registry_pb2_grpc
@@ -127,6 +127,7 @@ class RegistryServer(registry_pb2_grpc.RegistryServicer):
                 await self._store.close_session(previous.session_id)
             stored, result = await self._try_register(key, engine, previous)
             if not isinstance(result, Conflict):
+                metrics.REGISTRATIONS.labels(*metrics.ids(stored)).inc()
                 log.info(
                     "engine registered",
                     engine_id=engine.engine_id,
@@ -272,20 +273,31 @@ class RegistryServer(registry_pb2_grpc.RegistryServicer):
         return _entry((await self._store.get(key))[key])
 
 
-async def count_lost_sessions(engines: Mirror[Engine]) -> None:
-    """Counts and logs engines that disappear without having been drained or deregistered;
-    runs until the mirror stops."""
+async def follow_engines(engines: Mirror[Engine], collector: metrics.EnginesCollector) -> None:
+    """Counts and logs engines that disappear without having been drained or deregistered,
+    and keeps the metrics' account of what they retain; runs until the mirror stops."""
     with engines.subscribe() as changes:
+        for entry in engines.entries():
+            _note(Change(entry.item.key, None, entry.record), collector)
         async for change in changes:
-            gone = change.before
-            if change.after is None and gone is not None and not rules.is_draining(gone):
-                metrics.SESSIONS_LOST.labels(keys.ROLE_WORDS[gone.role]).inc()
-                log.warning(
-                    "engine session lost",
-                    engine_id=gone.engine_id,
-                    incarnation=gone.incarnation,
-                    session_id=gone.session_id,
-                )
+            if change.key:
+                _note(change, collector)
+
+
+def _note(change: Change[Engine], collector: metrics.EnginesCollector) -> None:
+    collector.seen(change)
+    gone = change.before
+    if change.after is not None:
+        # So that its first loss is seen as an increase from 0.
+        metrics.SESSIONS_LOST.labels(*metrics.ids(change.after))
+    elif gone is not None and not rules.is_draining(gone):
+        metrics.SESSIONS_LOST.labels(*metrics.ids(gone)).inc()
+        log.warning(
+            "engine session lost",
+            engine_id=gone.engine_id,
+            incarnation=gone.incarnation,
+            session_id=gone.session_id,
+        )
 
 
 def _entry(item: Versioned | None) -> Entry[Engine] | None:

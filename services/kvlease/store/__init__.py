@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvlease.config import Settings
 from kvlease.store.base import Store
 from kvlease.store.memory import MemoryStore
+from kvlease.store.metered import MeteredStore
 
 __all__ = ["Store", "open_store"]
 
@@ -18,8 +19,8 @@ def open_store(settings: Settings) -> Store:
     or TLS files cannot be used.
     """
     if not settings.etcd_endpoints:
-        return MemoryStore()
+        return MeteredStore(MemoryStore())
     # gRPC and etcd's stubs take a tenth of a second to load.
     from kvlease.store.etcd import EtcdStore
 
-    return EtcdStore(settings)
+    return MeteredStore(EtcdStore(settings))
