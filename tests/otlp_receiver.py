@@ -105,14 +105,14 @@ class _Servicer(trace_service_pb2_grpc.TraceServiceServicer):
 
 
 @contextmanager
-def receiving(port: int = 0) -> Iterator[Receiver]:
-    """A receiver on 127.0.0.1."""
+def receiving(port: int = 0, host: str = "127.0.0.1") -> Iterator[Receiver]:
+    """A receiver on one address of this machine."""
     receiver = Receiver()
     server = grpc.server(futures.ThreadPoolExecutor(max_workers=4))
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(_Servicer(receiver), server)
-    bound = server.add_insecure_port(f"127.0.0.1:{port}")
+    bound = server.add_insecure_port(f"{host}:{port}")
     server.start()
-    receiver.endpoint = f"http://127.0.0.1:{bound}"
+    receiver.endpoint = f"http://{host}:{bound}"
     try:
         yield receiver
     finally:
