@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable
 from concurrent.futures import Future
 
+import grpc.aio
 import structlog
 
 from kvlease import rpc, tls
@@ -65,9 +66,7 @@ class ControlPlane:
 
     async def _join(self) -> None:
         settings, tracer = self._options.settings, self._telemetry.tracer
-        leases = lease_pb2_grpc.LeaseServiceStub(
-            rpc.aio_channel(settings.lease_endpoint, self._tls)
-        )
+        leases = lease_pb2_grpc.LeaseServiceStub(self._channel(settings.lease_endpoint))
         if self._engine.role == registry_pb2.ENGINE_ROLE_PREFILL:
             claims = Claims(
                 leases,
@@ -100,7 +99,7 @@ class ControlPlane:
     def _open_session(self) -> None:
         settings = self._options.settings
         session = Session(
-            registry_pb2_grpc.RegistryStub(rpc.aio_channel(settings.registry_endpoint, self._tls)),
+            registry_pb2_grpc.RegistryStub(self._channel(settings.registry_endpoint)),
             self._engine,
             usage=self._usage,
             on_opened=self._session_opened,
@@ -114,6 +113,11 @@ class ControlPlane:
             self._background.submit(session.run(), "session")
         else:
             log.warning("no http_address is configured: the engine does not register")
+
+    def _channel(self, endpoints: str) -> grpc.aio.Channel:
+        channel = rpc.aio_channel(endpoints, self._tls)
+        self._background.submit(tls.watch(channel, endpoints, self._tls), "connection")
+        return channel
 
     def _session_opened(self, session_id: str) -> None:
         if self.decode is not None:

@@ -7,6 +7,7 @@ Files are checked before they are used, and a connection that fails is explained
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import socket
 import ssl
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+import grpc.aio
 import structlog
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
@@ -156,6 +158,22 @@ def explain(endpoints: str, tls: Tls | None) -> str:
         if why:
             return why
     return ""
+
+
+async def watch(channel: grpc.aio.Channel, endpoints: str, tls: Tls | None) -> None:
+    """Logs, until cancelled, if TLS keeps ``channel`` from connecting: once an outage."""
+    ready, failed = grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.TRANSIENT_FAILURE
+    while True:
+        await _until(channel, failed)
+        why = await asyncio.to_thread(explain, endpoints, tls)
+        if why:
+            log.error("no connection", reason=why)
+        await _until(channel, ready)
+
+
+async def _until(channel: grpc.aio.Channel, wanted: grpc.ChannelConnectivity) -> None:
+    while (state := channel.get_state()) is not wanted:
+        await channel.wait_for_state_change(state)
 
 
 def _without_tls(endpoint: str) -> str:

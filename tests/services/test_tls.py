@@ -304,3 +304,13 @@ def test_where_nobody_listens_tls_is_not_blamed(authority: Authority, part: Pair
         secured = Tls(str(authority.cert), str(part.cert), str(part.key))
         assert tls.explain(address, secured) == ""
         assert tls.explain(address, None) == ""
+
+
+async def test_a_router_says_why_it_reaches_nobody(plane: ControlPlane) -> None:
+    addresses = {f"{kind}_endpoint": plane.addresses[kind][0] for kind in ("registry", "lease")}
+
+    def said() -> str:
+        with serving("router", **addresses) as router:
+            return str(router.wait_for("no connection")["reason"])
+
+    assert "takes TLS only" in await asyncio.to_thread(said)

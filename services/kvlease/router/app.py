@@ -28,6 +28,7 @@ from kvlease.router.turn import Tools
 from kvlease.router.turns import Turns
 from kvlease.serving import Ready, log_ready
 from kvlease.times import timestamp
+from kvlease.tls import Tls
 from kvlease.v1 import registry_pb2, router_pb2_grpc
 
 STOP_GRACE_S = 6.0
@@ -61,6 +62,8 @@ async def serve_router(settings: Settings, stop: asyncio.Event, ready: Ready = l
                 group.create_task(parts.engines.watch()),
                 group.create_task(parts.history.run()),
                 group.create_task(_report_health(parts)),
+                group.create_task(tls.watch(parts.registry, settings.registry_endpoint, parts.tls)),
+                group.create_task(tls.watch(parts.lease, settings.lease_endpoint, parts.tls)),
                 group.create_task(announce(parts.registry, replica, settings.session_ttl)),
             ]
             ready("router_http", http_address)
@@ -78,6 +81,8 @@ class _Parts:
     engines: Engines
     history: TurnLog
     registry: grpc.aio.Channel
+    lease: grpc.aio.Channel
+    tls: Tls | None
     changed: asyncio.Event
 
 
@@ -126,7 +131,7 @@ async def _parts(settings: Settings, keys: dict[str, str] | None) -> AsyncIterat
             RouterService(engines, leases, registry), server.grpc
         )
         http = Http(turns, engines, leases, metrics, tracing, keys)
-        yield _Parts(http, server, engines, history, registry, changed)
+        yield _Parts(http, server, engines, history, registry, lease, secured, changed)
 
 
 @contextlib.asynccontextmanager
