@@ -145,7 +145,7 @@ class Claims:
                 metadata=tuple(telemetry.inject(span).items()),
             )
         except grpc.aio.AioRpcError as error:
-            return _failed(error)
+            return _failed(error, self._claim_timeout_s)
         answer = Answer(
             outcome=response.outcome,
             detail=response.detail,
@@ -168,20 +168,19 @@ class Claims:
     ) -> Answer:
         """A ticket is open: compare the tail, look whether the holder is there."""
         usable = response.proven_tokens
-        if response.tail_num_tokens > usable and response.tail_digest == prefix.tail_digest(
-            proof, ask.token_ids, response.tail_num_tokens, seed=ask.seed
-        ):
-            usable = response.tail_num_tokens
+        if response.tail_num_tokens > usable:
+            usable = _with_tail(ask, proof, response)
+            answer.detail = _compared(usable, response.tail_num_tokens)
         refusal = None
         holder = response.holder
         if usable >= ask.min_tokens and ask.judge is not None:
             answer.verdict = ask.judge(holder.engine_id, holder.incarnation, usable)
         if usable == 0:
-            refusal = (common_pb2.OUTCOME_MISS_PREFIX, "no token of the lease is proven equal")
+            refusal = (common_pb2.OUTCOME_MISS_PREFIX, answer.detail)
         elif usable < ask.min_tokens:
             refusal = (
                 common_pb2.OUTCOME_MISS_SHORT,
-                f"{usable} tokens are proven equal, {ask.min_tokens} make a read worth its while",
+                f"{answer.detail}; {ask.min_tokens:,} would be worth a read",
             )
         elif answer.verdict is not None and not answer.verdict.pull:
             refusal = (common_pb2.OUTCOME_MISS_SHORT, answer.verdict.detail)
@@ -255,9 +254,27 @@ def cut(params: dict[str, Any], usable_tokens: int, block_size: int) -> dict[str
     }
 
 
-def _failed(error: grpc.aio.AioRpcError) -> Answer:
+def _with_tail(ask: Ask, proof: prefix.Proof, response: lease_pb2.ClaimResponse) -> int:
+    """Tokens that are proven equal, the lease's last ones among them if they are."""
+    tail = prefix.tail_digest(proof, ask.token_ids, response.tail_num_tokens, seed=ask.seed)
+    is_equal = tail == response.tail_digest
+    return response.tail_num_tokens if is_equal else response.proven_tokens
+
+
+def _compared(usable: int, kept: int) -> str:
+    """How far a lease and a prompt that is longer are the same."""
+    equal = f"{usable:,} of {kept:,} kept tokens are proven equal"
+    if usable == kept:
+        return equal
+    return f"{equal}: the prompt first differs within its tokens {usable + 1:,} to {kept:,}"
+
+
+def _failed(error: grpc.aio.AioRpcError, timeout_s: float) -> Answer:
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return Answer(common_pb2.OUTCOME_MISS_TIMEOUT, "the lease service did not answer in time")
+        return Answer(
+            common_pb2.OUTCOME_MISS_TIMEOUT,
+            f"the lease service did not answer within {timeout_s:g} s",
+        )
     reason = rpc.reason_of(error)
     if error.code() is not grpc.StatusCode.UNAVAILABLE:
         log.error("claim refused", code=error.code().name, reason=reason, error=error.details())

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
-from control_plane import CALL_S, ControlPlane, conversation, grant_request, until
+from control_plane import (
+    CALL_S,
+    ControlPlane,
+    claim_request,
+    conversation,
+    grant_request,
+    until,
+)
 
 from kvlease import rpc, times
 from kvlease.lease import history
-from kvlease.v1 import common_pb2, lease_pb2
+from kvlease.v1 import common_pb2, lease_pb2, registry_pb2
 from kvlease.v1.common_pb2 import Conversation
 from kvlease.v1.lease_pb2 import TurnRecord
 
@@ -181,6 +189,22 @@ async def test_what_cannot_be_recorded_is_refused(
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await plane.lease.RecordTurns(request_, timeout=CALL_S)
     assert rpc.reason_of(caught.value) == reason
+
+
+async def test_a_miss_says_when_the_holders_session_was_lost(plane: ControlPlane) -> None:
+    holder = await plane.register()
+    await start(plane)
+    await plane.lease.Grant(grant_request(holder, turn=1), timeout=CALL_S)
+    request = registry_pb2.DeregisterRequest(session_id=holder.session_id)
+    await plane.registry.Deregister(request, timeout=CALL_S)
+
+    async def told() -> bool:
+        answer = await plane.lease.Claim(claim_request(), timeout=CALL_S)
+        assert answer.outcome == common_pb2.OUTCOME_MISS_ENGINE
+        pattern = r"decode-0, .*lease of turn 1, has lost its session at 20\d\d-\d\d-\d\dT.*Z: "
+        return re.match(pattern, answer.detail) is not None
+
+    await until(told)
 
 
 def test_long_sentences_are_cut() -> None:

@@ -80,7 +80,9 @@ def test_a_changed_history_is_offered_up_to_the_last_equal_chunk() -> None:
     assert answer.proven_tokens == 2 * CHUNK
     assert answer.tail_num_tokens == 0
     assert answer.tail_digest == b""
-    assert answer.detail == "2 of 5 chunks are equal"
+    assert answer.detail == (
+        "16 of 40 kept tokens are proven equal: the prompt first differs within its tokens 17 to 24"
+    )
 
 
 def test_a_history_cut_short_is_offered_by_whole_chunks() -> None:
@@ -205,7 +207,31 @@ def test_an_ended_conversation_has_no_lease() -> None:
 def test_a_lease_that_vanished_with_its_holders_session_is_told_so() -> None:
     answer, _ = claim(State(None, granted().info))
     assert outcome(answer) == "MISS_ENGINE"
-    assert "decode-0" in answer.detail
+    assert answer.detail.startswith("decode-0, which held the lease of turn")
+    assert "has lost its session:" in answer.detail
+
+
+def test_a_session_that_was_seen_to_end_is_told_with_its_time() -> None:
+    info = granted().info
+    assert info is not None
+    lost = {(info.last_holder_engine_id, info.last_holder_incarnation): 1_000_000.5}
+    state = State(None, info)
+    answer, _ = claims.claim(
+        state, None, claim_request(), LIMITS, NOW, lambda *engine: lost.get(engine)
+    )
+    assert "has lost its session at 1970-01-12T13:46:40.500Z" in answer.detail
+
+
+def test_a_hit_says_how_much_is_equal() -> None:
+    assert claim(granted(range(20)))[0].detail == (
+        "16 of 20 kept tokens are proven equal, and the last 4 may be"
+    )
+    assert claim(granted(range(16)), claim_request(range(16)))[0].detail == (
+        "16 of 16 kept tokens are proven equal"
+    )
+    assert claim(granted(range(40)), claim_request(range(19)))[0].detail == (
+        "16 of 40 kept tokens are proven equal: the prompt has only 19 tokens"
+    )
 
 
 def test_a_holder_that_is_gone_or_came_back_is_not_read_from() -> None:
@@ -240,7 +266,9 @@ def test_a_lease_without_time_for_a_read_is_expired() -> None:
 def test_another_text_shares_no_prefix() -> None:
     answer, _ = claim(granted(range(20)), claim_request(range(100, 120)))
     assert outcome(answer) == "MISS_PREFIX"
-    assert answer.detail == "the lease's first differing chunk is 1 of 2"
+    assert answer.detail == (
+        "0 of 20 kept tokens are proven equal: the prompt first differs within its tokens 1 to 8"
+    )
     assert answer.proven_tokens == 0
 
 

@@ -9,6 +9,7 @@ from kvlease import rpc, serving, tls
 from kvlease.config import Settings
 from kvlease.lease import keys
 from kvlease.lease.buckets import Buckets
+from kvlease.lease.departures import Departures
 from kvlease.lease.history import History
 from kvlease.lease.knowledge import Knowledge, LeaseView
 from kvlease.lease.metrics import LeasesCollector
@@ -44,7 +45,8 @@ async def serve_lease(
     limits = Limits.of(settings)
     buckets = Buckets(store, settings.conversation_ttl)
     records = Records(Knowledge(store, leases, engines, buckets))
-    operations = LeaseOperations(records, leases, limits)
+    departures = Departures(engines)
+    operations = LeaseOperations(records, leases, limits, lost_at=departures.at)
     # Sessions of its own: a commit of many histories uses many places at once.
     history = History(store, leases, Buckets(store, settings.conversation_ttl))
     tracer = telemetry.tracer if telemetry else None
@@ -59,7 +61,7 @@ async def serve_lease(
                 name="lease",
                 monitor=monitor,
                 mirrors=[leases, engines],
-                others=[Sweeper(operations, leases, limits).run, history.run],
+                others=[Sweeper(operations, leases, limits).run, history.run, departures.run],
                 ready=ready,
             )
     finally:

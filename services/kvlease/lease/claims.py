@@ -5,6 +5,7 @@ Pure, like :mod:`kvlease.lease.rules`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvlease import prefix, times
@@ -20,6 +21,9 @@ from kvlease.v1.lease_pb2 import (
     Ticket,
 )
 from kvlease.v1.registry_pb2 import Engine
+
+LostAt = Callable[[str, str], float | None]
+"""From an engine's id and incarnation to when it lost its session; None: nobody saw it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,23 +61,29 @@ def match(lease: Lease, request: ClaimRequest) -> Match:
 
 
 def claim(
-    state: State, holder: Engine | None, request: ClaimRequest, limits: Limits, now: float
+    state: State,
+    holder: Engine | None,
+    request: ClaimRequest,
+    limits: Limits,
+    now: float,
+    lost_at: LostAt = lambda *_: None,
 ) -> tuple[ClaimResponse, Lease | None]:
     """The answer to a claim, and the lease's record after it: the same object unless a
     ticket was opened.
 
-    ``holder`` is what is registered under the lease's holder_engine_id now. The order of
+    ``holder`` is what is registered under the lease's holder_engine_id now. ``lost_at`` is
+    only for the words of a miss. The order of
     the checks is the order in which a person would ask: is there a lease, is its holder
     there, is there time, is it the same text, is it enough, is there room. A ticket that
     an earlier try of the same call opened is not questioned again.
     """
     lease = state.lease
     if lease is None:
-        return _without_lease(state.info), None
+        return _without_lease(state.info, lost_at), None
     found = match(lease, request)
     ticket = _open_ticket(lease, request, limits, now)
     if ticket is not None and holder is not None and not _gone(lease, holder):
-        return _hit(lease, holder, found, ticket, limits, now), lease
+        return _hit(lease, holder, found, request, ticket, limits, now), lease
     refusal = (
         _ended_refusal(lease)
         or _holder_refusal(lease, holder, request)
@@ -86,7 +96,7 @@ def claim(
     assert holder is not None  # _holder_refusal would have refused
     ticket = _new_ticket(lease, found, request, limits, now)
     after = _with_ticket(lease, ticket, limits, now)
-    return _hit(lease, holder, found, ticket, limits, now), after
+    return _hit(lease, holder, found, request, ticket, limits, now), after
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,38 +107,43 @@ class _Refusal:
 
 _ENDS = {
     lease_pb2.END_REASON_EXPIRED: _Refusal(
-        common_pb2.OUTCOME_MISS_EXPIRED, "the last lease's retention TTL has passed"
+        common_pb2.OUTCOME_MISS_EXPIRED, "its retention TTL has passed"
     ),
     lease_pb2.END_REASON_BUDGET: _Refusal(
-        common_pb2.OUTCOME_MISS_EXPIRED, "the holder gave the last lease up: it needed the blocks"
+        common_pb2.OUTCOME_MISS_EXPIRED, "the engine needed the blocks"
     ),
     lease_pb2.END_REASON_CONVERSATION_ENDED: _Refusal(
         common_pb2.OUTCOME_MISS_NO_LEASE, "the conversation was ended"
     ),
     lease_pb2.END_REASON_SHUTDOWN: _Refusal(
-        common_pb2.OUTCOME_MISS_NO_LEASE, "the holder of the last lease has shut down"
+        common_pb2.OUTCOME_MISS_NO_LEASE, "the engine has shut down"
     ),
 }
 
 
-def _of_end(reason: EndReason.ValueType) -> _Refusal:
-    return _ENDS.get(reason) or _Refusal(
-        common_pb2.OUTCOME_MISS_ENGINE, "the last lease's holder has lost its session"
-    )
+def _of_end(holder: str, turn: int, reason: EndReason.ValueType, lost: str = "") -> _Refusal:
+    """Of a lease that has ended. ``lost``: the time at which its session was lost."""
+    known = _ENDS.get(reason)
+    if known is None:
+        when = f" at {lost}" if lost else ""
+        return _Refusal(
+            common_pb2.OUTCOME_MISS_ENGINE,
+            f"{holder}, which held the lease of turn {turn}, has lost its session{when}: it "
+            "crashed, hung, was cut off or restarted",
+        )
+    return _Refusal(known.outcome, f"{holder}'s lease of turn {turn} has ended: {known.detail}")
 
 
-def _without_lease(info: ConversationInfo | None) -> ClaimResponse:
+def _without_lease(info: ConversationInfo | None, lost_at: LostAt) -> ClaimResponse:
     if info is None or not info.last_lease_id:
         refusal = _Refusal(
             common_pb2.OUTCOME_MISS_NO_LEASE, "no turn of the conversation has been granted yet"
         )
-    elif info.last_end_reason:
-        refusal = _of_end(info.last_end_reason)
     else:
-        refusal = _Refusal(
-            common_pb2.OUTCOME_MISS_ENGINE,
-            f"{info.last_holder_engine_id}, which held the last lease, has lost its session",
-        )
+        holder = info.last_holder_engine_id
+        moment = lost_at(holder, info.last_holder_incarnation)
+        lost = "" if moment is None else times.timestamp(moment).ToJsonString()
+        refusal = _of_end(holder, info.last_grant_turn, info.last_end_reason, lost)
     return ClaimResponse(outcome=refusal.outcome, detail=refusal.detail)
 
 
@@ -141,7 +156,9 @@ def _open_ticket(lease: Lease, request: ClaimRequest, limits: Limits, now: float
 
 
 def _ended_refusal(lease: Lease) -> _Refusal | None:
-    return None if lease.state == lease_pb2.LEASE_STATE_HELD else _of_end(lease.end_reason)
+    if lease.state == lease_pb2.LEASE_STATE_HELD:
+        return None
+    return _of_end(lease.holder_engine_id, lease.turn, lease.end_reason)
 
 
 def _gone(lease: Lease, holder: Engine) -> bool:
@@ -177,19 +194,28 @@ def _time_refusal(lease: Lease, limits: Limits, now: float) -> _Refusal | None:
 
 def _match_refusal(found: Match, lease: Lease, request: ClaimRequest) -> _Refusal | None:
     if found.potential == 0:
-        detail = (
-            f"the lease's first differing chunk is 1 of {found.lease_chunks}"
-            if found.lease_chunks
-            else f"the prompt has {request.num_prompt_tokens} tokens, the lease's only chunk "
-            f"{lease.num_tokens}"
-        )
-        return _Refusal(common_pb2.OUTCOME_MISS_PREFIX, detail)
+        return _Refusal(common_pb2.OUTCOME_MISS_PREFIX, _compared(found, lease, request))
     if found.potential < request.min_tokens:
         return _Refusal(
             common_pb2.OUTCOME_MISS_SHORT,
-            f"{found.potential} tokens could be reused, {request.min_tokens} would be worth it",
+            f"{_compared(found, lease, request)}; {request.min_tokens:,} would be worth a read",
         )
     return None
+
+
+def _compared(found: Match, lease: Lease, request: ClaimRequest) -> str:
+    """How far the two are the same, as far as digests of whole chunks tell."""
+    prompt = request.num_prompt_tokens
+    equal = f"{found.proven:,} of {lease.num_tokens:,} kept tokens are proven equal"
+    if found.tail:
+        rest = found.tail - found.proven
+        where = f", and the last {rest:,} may be" if rest else ""
+    elif found.proven + lease.proof.chunk_tokens > prompt:
+        where = f": the prompt has only {prompt:,} tokens"
+    else:
+        last = found.proven + lease.proof.chunk_tokens
+        where = f": the prompt first differs within its tokens {found.proven + 1:,} to {last:,}"
+    return equal + where
 
 
 def _room_refusal(lease: Lease, limits: Limits, now: float) -> _Refusal | None:
@@ -236,11 +262,16 @@ def _with_ticket(lease: Lease, ticket: Ticket, limits: Limits, now: float) -> Le
 
 
 def _hit(
-    lease: Lease, holder: Engine, found: Match, ticket: Ticket, limits: Limits, now: float
+    lease: Lease,
+    holder: Engine,
+    found: Match,
+    request: ClaimRequest,
+    ticket: Ticket,
+    limits: Limits,
+    now: float,
 ) -> ClaimResponse:
     # The replica that opened the ticket may have had another time: never more than it gave.
     ttl_s = min(max(0.0, times.moment(ticket.deadline) - now), limits.claim_grace_s)
-    rest = "; its tail may be equal too" if found.tail > found.proven else ""
     return ClaimResponse(
         outcome=common_pb2.OUTCOME_HIT,
         proven_tokens=found.proven,
@@ -251,6 +282,6 @@ def _hit(
         lease_id=lease.lease_id,
         kv_transfer_params_json=lease.kv_transfer_params_json,
         holder=holder,
-        detail=f"{found.equal_chunks} of {found.lease_chunks} chunks are equal{rest}",
+        detail=_compared(found, lease, request),
         lease_traceparent=lease.traceparent,
     )

@@ -46,11 +46,13 @@ class LeaseOperations:
         leases: Mirror[LeaseView],
         limits: Limits,
         clock: times.Clock = times.wall_clock,
+        lost_at: claims.LostAt = lambda *_: None,
     ) -> None:
         self._records = records
         self._leases = leases
         self._limits = limits
         self._clock = clock
+        self._lost_at = lost_at
 
     async def start_turn(self, request: lease_pb2.StartTurnRequest) -> StartTurnResponse:
         """Counts the turn; tells who holds the conversation."""
@@ -129,7 +131,9 @@ class LeaseOperations:
         validate.claim(request)
 
         def decide(state: State, holder: Engine | None) -> tuple[ClaimResponse, State]:
-            answer, lease = claims.claim(state, holder, request, self._limits, self._clock())
+            answer, lease = claims.claim(
+                state, holder, request, self._limits, self._clock(), self._lost_at
+            )
             return answer, State(lease, state.info)
 
         try:
