@@ -1,0 +1,159 @@
+"""compose/compose.yaml on real containers: turns hit whichever replica dies, traces and
+metrics arrive, and everything ends in order. The tests run in the order of this file."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import grpc
+import pytest
+from compose.compose_stack import METRICS, SERVICES, ComposeStack
+from engines.test_trace import CHILDREN, parent_of
+from engines.turns import Client, Turn, new_conversation, text
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from otlp_receiver import Receiver, Span
+from prometheus_client import openmetrics, parser
+
+from kvlease.v1 import lease_pb2, lease_pb2_grpc
+
+OURS = ("registry", "lease", "router", "prefill", "decode", "front")
+
+
+class Conversation:
+    """A history that grows with every turn."""
+
+    def __init__(self, stack: ComposeStack) -> None:
+        self.id = new_conversation("compose")
+        self._client = Client(stack.http, "model")
+        self._messages: list[dict[str, str]] = []
+
+    def turn(self, num_chars: int = 400) -> Turn:
+        """The next one: so many characters more."""
+        question = text(num_chars, seed=len(self._messages))
+        self._messages.append({"role": "user", "content": question})
+        answered = self._client.chat(self._messages, self.id)
+        self._messages.append({"role": "assistant", "content": answered.text})
+        return answered
+
+
+def test_three_turns_hit_and_go_on_hitting_whatever_dies(compose_stack: ComposeStack) -> None:
+    # given a conversation through the published port
+    talk = Conversation(compose_stack)
+    first, second, third = talk.turn(1500), talk.turn(), talk.turn()
+    assert [first.outcome, second.outcome, third.outcome] == ["miss_no_lease", "hit", "hit"]
+    assert third.reused_tokens > second.reused_tokens > 1500
+
+    # when a replica of each kind is killed, and etcd starts anew
+    compose_stack.kill_one("router")
+    without_router = talk.turn()
+    compose_stack.kill_one("lease")
+    without_lease = talk.turn()
+    compose_stack.compose("restart", "etcd")
+    compose_stack.wait_ready()
+    after_restart = talk.turn()
+
+    # then every turn still hits, and is the conversation's next
+    turns = [third, without_router, without_lease, after_restart]
+    assert [turn.outcome for turn in turns] == ["hit"] * 4
+    assert [turn.number for turn in turns] == [3, 4, 5, 6]
+
+
+def test_grpc_is_published(compose_stack: ComposeStack) -> None:
+    talk = Conversation(compose_stack)
+    talk.turn(1500)
+    for address in (compose_stack.registry, compose_stack.lease, compose_stack.router):
+        with grpc.insecure_channel(address) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            status = health.Check(health_pb2.HealthCheckRequest(), timeout=5).status
+            assert status == health_pb2.HealthCheckResponse.SERVING
+    with grpc.insecure_channel(compose_stack.lease) as channel:
+        leases = lease_pb2_grpc.LeaseServiceStub(channel).ListLeases(
+            lease_pb2.ListLeasesRequest(tenant="default"), timeout=5
+        )
+    assert talk.id in [lease.conversation.conversation_id for lease in leases.leases]
+
+
+def test_a_hit_is_one_trace_over_all_containers(
+    compose_stack: ComposeStack, compose_receiver: Receiver
+) -> None:
+    # given two turns, the second of which hits
+    talk = Conversation(compose_stack)
+    first, second = talk.turn(1500), talk.turn()
+    assert second.outcome == "hit"
+
+    # then its trace is complete, and every span has its parent
+    def is_complete(spans: list[Span]) -> bool:
+        names = [span.name for span in spans if span.trace_id == second.trace_id]
+        return set(CHILDREN) | {"turn"} <= set(names) and names.count("llm_request") == 2
+
+    compose_receiver.wait_until(is_complete, timeout_s=30)
+    spans = compose_receiver.trace(second.trace_id)
+    by_name = {span.name: span for span in spans}
+    assert {name: parent_of(by_name[name], spans) for name in CHILDREN} == CHILDREN
+    assert by_name["turn"].parent_id == ""
+    assert sorted(parent_of(s, spans) for s in spans if s.name == "llm_request") == [
+        "decode",
+        "prefill",
+    ]
+    assert {span.service for span in spans} == {
+        "kvlease-router",
+        "kvlease-lease-service",
+        by_name["lease.claim"].service,
+        by_name["lease.grant"].service,
+        "vllm-prefill",
+        "vllm-decode",
+    }
+
+    # and the containers' clocks agree on their order
+    order = ["turn", "route", "prefill", "lease.claim", "kv.pull", "decode"]
+    assert all(by_name[a].start_ns <= by_name[b].start_ns for a, b in pairwise(order))
+    assert by_name["lease.claim"].end_ns <= by_name["kv.pull"].start_ns
+    assert by_name["kv.pull"].end_ns <= by_name["prefill"].end_ns <= by_name["decode"].start_ns
+    turn, ttft = by_name["turn"], by_name["ttft"]
+    assert turn.start_ns <= ttft.start_ns <= ttft.end_ns <= turn.end_ns
+
+    # and they say what happened
+    assert turn.attributes["kvlease.outcome"] == "hit"
+    assert turn.attributes["kvlease.reused_tokens"] == second.reused_tokens
+    assert by_name["kv.pull"].attributes["kvlease.tokens"] == second.reused_tokens
+    assert by_name["kv.pull"].attributes["kvlease.source_engine"] == "decode-0"
+    (link,) = turn.links
+    (linked,) = [s for s in compose_receiver.trace(first.trace_id) if s.span_id == link]
+    assert linked.name == "turn"
+
+
+@pytest.mark.parametrize("service", METRICS)
+def test_metrics_can_be_scraped(compose_stack: ComposeStack, service: str) -> None:
+    for accept in ("text/plain", "application/openmetrics-text; version=1.0.0"):
+        for content_type, body in compose_stack.scrape(service, accept):
+            is_open = content_type.startswith("application/openmetrics-text")
+            parse = openmetrics.parser if is_open else parser
+            families = list(parse.text_string_to_metric_families(body))
+            assert any(family.samples for family in families)
+
+
+def test_our_containers_may_do_little(compose_stack: ComposeStack) -> None:
+    for service in OURS:
+        for container in compose_stack.containers(service):
+            found = compose_stack.inspect(container)
+            assert found["Config"]["User"] not in ("", "0", "root"), service
+            assert found["HostConfig"]["ReadonlyRootfs"], service
+            assert found["HostConfig"]["CapDrop"] == ["ALL"], service
+            assert found["HostConfig"]["Memory"] > 0, service
+
+
+def test_ports_are_published_on_this_machine_alone(compose_stack: ComposeStack) -> None:
+    config = json.loads(compose_stack.compose("config", "--format", "json"))
+    ports = [port for service in config["services"].values() for port in service.get("ports", [])]
+    assert len(ports) == 7
+    assert {port["host_ip"] for port in ports} == {"127.0.0.1"}
+
+
+def test_down_ends_everything_in_order(compose_stack: ComposeStack) -> None:
+    seconds, codes = compose_stack.down()
+    assert {name.removeprefix(compose_stack.name)[1:].split("-")[0] for name in codes} == set(
+        SERVICES
+    )
+    assert set(codes.values()) == {0}, codes
+    assert seconds < 15
