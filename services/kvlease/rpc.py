@@ -9,7 +9,8 @@ from typing import Any, NoReturn, TypeVar
 
 import grpc
 import grpc.aio
-from google.protobuf import any_pb2
+from google.protobuf import any_pb2, descriptor_pool
+from google.protobuf.descriptor import FileDescriptor
 from google.rpc import error_details_pb2, status_pb2
 from grpc_channelz.v1 import channelz
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -130,6 +131,26 @@ def _tls_options(endpoints: str, tls: Tls) -> list[tuple[str, int | str]]:
     return [*_CLIENT_OPTIONS, ("grpc.ssl_target_name_override", tls.server_name or hosts.pop())]
 
 
+class _Descriptors:
+    """The default pool, for reflection. protobuf's own finds no file by a method's name
+    (upb knows messages, fields, enums and services by name, not methods), so that
+    ``grpcurl describe package.Service.Method`` would say that there is no such thing."""
+
+    def __init__(self) -> None:
+        self._pool: Any = descriptor_pool.Default()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)
+
+    def FindFileContainingSymbol(self, name: str) -> FileDescriptor:
+        """Raises KeyError."""
+        try:
+            found: FileDescriptor = self._pool.FindFileContainingSymbol(name)
+        except KeyError:
+            found = self._pool.FindMethodByName(name).containing_service.file
+        return found
+
+
 class Server:
     """A gRPC server with reflection, channelz and health (overall, and per service).
 
@@ -152,6 +173,7 @@ class Server:
                 "grpc.channelz.v1.Channelz",
             ),
             self.grpc,
+            pool=_Descriptors(),
         )
 
     async def start(self, listen: str) -> int:

@@ -95,6 +95,8 @@ async def test_the_registry_tells_what_it_offers(stocked: ControlPlane, grpcurl:
     described = await text(registry, "describe", "kvlease.v1.Registry")
     assert "rpc ListEngines ( .kvlease.v1.ListEnginesRequest )" in described
     assert "stream .kvlease.v1.WatchEnginesResponse" in described
+    method = await text(registry, "describe", "kvlease.v1.Registry.Drain")
+    assert "rpc Drain ( .kvlease.v1.DrainRequest )" in method
     message = await text(registry, "describe", "kvlease.v1.Engine")
     assert "string compatibility_hash = 12;" in message
 
