@@ -15,8 +15,16 @@ import grpc
 import grpc.aio
 import pytest
 from click.testing import CliRunner, Result
-from control_plane import CALL_S, ControlPlane, claim_request, complete_request, grant_request
+from control_plane import (
+    CALL_S,
+    ControlPlane,
+    claim_request,
+    complete_request,
+    grant_request,
+    until,
+)
 from cryptography import x509
+from decode_engine import DecodeEngine
 from etcd_server import Etcd, ServerTls
 from grpcurl import Grpcurl, grpcurl_binary
 from router_stack import Stack, running
@@ -37,6 +45,7 @@ from kvlease.v1 import (
     router_pb2_grpc,
 )
 from kvlease_connector.holder import Holders, HolderServer
+from kvlease_connector.retention import Phase
 
 HERE = ["127.0.0.1", "localhost"]
 
@@ -168,6 +177,18 @@ async def test_a_holder_confirms_to_readers_with_a_certificate_only(
             await Holders(CALL_S).confirm(holder, "l", "t")
     finally:
         await server.stop()
+
+
+async def test_an_engine_registers_and_grants(plane: ControlPlane) -> None:
+    addresses = {f"{kind}_endpoint": plane.addresses[kind][0] for kind in ("registry", "lease")}
+    engine = DecodeEngine(plane.settings.model_copy(update=addresses))
+    await engine.start()
+    try:
+        await until(lambda: engine.has_session)
+        engine.turn("c")
+        await until(lambda: engine.phases.get("c") is Phase.HELD)
+    finally:
+        await engine.stop()
 
 
 async def test_replicas_at_several_hosts_share_a_name(
