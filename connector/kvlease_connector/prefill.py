@@ -325,6 +325,7 @@ def _costs(turn: PullingTurn, spent: Spent, num_bytes: int) -> dict[str, Any]:
     verdict = turn.verdict or Verdict(False)
     pulled = turn.pull_s > 0
     costs = {
+        "claim_s": (turn.answer.claim_s or None) if turn.answer else None,
         "predicted_pull_s": verdict.predicted_pull_s,
         "predicted_compute_s": verdict.predicted_compute_s,
         "pull_s": turn.pull_s if pulled else None,

@@ -281,7 +281,8 @@ async def test_a_stream_that_breaks_off_ends_with_an_error_event(stack: Stack) -
     assert len(content) == 3
     assert last["error"]["code"] == "engine_lost"
     assert "Send the request again" in last["error"]["message"]
-    assert await stack.metric('kvlease_turns_total{end="failed",outcome="miss_no_lease"}') == 1
+    labels = 'end="failed",model="sim",outcome="miss_no_lease"'
+    assert await stack.metric(f"kvlease_turns_total{{{labels}}}") == 1
 
 
 @pytest.mark.parametrize(("fault", "stream"), [(Cut(chunks=3, inside=True), True), (Cut(), False)])
@@ -307,7 +308,8 @@ async def test_comments_before_the_first_event_do_not_tie_a_turn_to_its_engine(
     assert response.status == 200
     assert raw.startswith(b": keep-alive\n\n")
     assert events(raw)[-1] == "[DONE]"
-    assert await stack.metric('kvlease_turn_ttft_seconds_count{outcome="miss_no_lease"}') == 2
+    labels = 'model="sim",outcome="miss_no_lease"'
+    assert await stack.metric(f"kvlease_turn_ttft_seconds_count{{{labels}}}") == 2
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

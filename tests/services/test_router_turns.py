@@ -106,9 +106,9 @@ async def test_the_outcome_is_told_in_headers(stack: Stack) -> None:
     assert response.headers["x-kvlease-reused-tokens"] == "64"
     assert response.headers["x-kvlease-turn"] == "1"
     assert len(response.headers["x-kvlease-trace-id"]) == 32
-    assert await stack.metric('kvlease_turns_total{end="ok",outcome="hit"}') == 1
-    assert await stack.metric('kvlease_turn_ttft_seconds_count{outcome="hit"}') == 1
-    assert await stack.metric("kvlease_turn_reused_tokens_total") == 64
+    assert await stack.metric('kvlease_turns_total{end="ok",model="sim",outcome="hit"}') == 1
+    assert await stack.metric('kvlease_turn_ttft_seconds_count{model="sim",outcome="hit"}') == 1
+    assert await stack.metric('kvlease_turn_reused_tokens_total{model="sim"}') == 64
     assert await stack.metric("kvlease_turns_in_flight") == 0
 
 
@@ -119,6 +119,7 @@ async def test_what_pulls_and_prefills_cost_is_in_metrics_beside_what_was_expect
     assert prefill.report is not None
     prefill.report |= {
         "outcome": "hit",
+        "claim_s": 0.004,
         "predicted_pull_s": 0.03,
         "predicted_compute_s": 1.5,
         "pull_s": 0.02,
@@ -135,6 +136,7 @@ async def test_what_pulls_and_prefills_cost_is_in_metrics_beside_what_was_expect
     assert await stack.metric(f"kvlease_pull_bytes_total{source}") == 10_000
     assert await stack.metric(f"kvlease_pull_seconds_count{source}") == 2
     for name, seconds in {
+        'kvlease_turn_claim_seconds_sum{outcome="hit"}': 0.004,
         f"kvlease_pull_seconds_sum{source}": 0.02,
         f"kvlease_pull_predicted_seconds_sum{source}": 0.03,
         f"kvlease_pull_predicted_compute_seconds_sum{source}": 1.5,

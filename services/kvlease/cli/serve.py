@@ -17,6 +17,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 import structlog
 import uvloop
+from prometheus_client import REGISTRY
 
 from kvlease import logs, metrics
 from kvlease.config import ConfigError, Settings, load
@@ -151,7 +152,7 @@ async def _serve_on(
 async def _serve_router(settings: Settings, stop: asyncio.Event, told: _Told) -> None:
     from kvlease.router.app import serve_router
 
-    await serve_router(settings, stop, told)
+    await serve_router(settings, stop, told, REGISTRY)
 
 
 async def _serve_traces(settings: Settings, stop: asyncio.Event, told: _Told) -> None:

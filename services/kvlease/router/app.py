@@ -12,9 +12,11 @@ from dataclasses import dataclass
 
 import grpc.aio
 from aiohttp import web
+from prometheus_client import CollectorRegistry
 
 from kvlease import rpc, telemetry, tls
 from kvlease.config import ConfigError, Settings
+from kvlease.metrics import READY
 from kvlease.router import upstream
 from kvlease.router.announce import announce
 from kvlease.router.engines import Engines
@@ -37,15 +39,24 @@ STOP_GRACE_S = 6.0
 _WILDCARDS = ("", "0.0.0.0", "[::]", "::")
 
 
-async def serve_router(settings: Settings, stop: asyncio.Event, ready: Ready = log_ready) -> None:
+async def serve_router(
+    settings: Settings,
+    stop: asyncio.Event,
+    ready: Ready = log_ready,
+    registry: CollectorRegistry | None = None,
+) -> None:
     """Serves HTTP on ``router_listen`` and gRPC on ``router_grpc_listen`` until ``stop``
     is set. ``ready`` is called with ("router_http", address) and ("router_grpc", address)
-    once both listen: that does not need the registry (see ``/ready``).
+    once both listen: that does not need the registry (see ``/ready``). ``/metrics`` shows
+    ``registry``; without one, this router's metrics only.
 
     Fastest on uvloop's event loop. Raises :class:`ConfigError`.
     """
     keys = read_keys(settings.api_keys_file)
-    async with _parts(settings, keys) as parts, contextlib.AsyncExitStack() as stack:
+    async with (
+        _parts(settings, keys, Metrics(registry)) as parts,
+        contextlib.AsyncExitStack() as stack,
+    ):
         http_address = await stack.enter_async_context(
             _http(parts.http.app(settings.max_body_bytes), settings)
         )
@@ -70,6 +81,7 @@ async def serve_router(settings: Settings, stop: asyncio.Event, ready: Ready = l
             ready("router_grpc", _with_port(settings.router_grpc_listen, grpc_port))
             await stop.wait()
             parts.http.stopping = True
+            READY.labels("router").set(0)
             for task in tasks:
                 task.cancel()
 
@@ -87,7 +99,9 @@ class _Parts:
 
 
 @contextlib.asynccontextmanager
-async def _parts(settings: Settings, keys: dict[str, str] | None) -> AsyncIterator[_Parts]:
+async def _parts(
+    settings: Settings, keys: dict[str, str] | None, metrics: Metrics
+) -> AsyncIterator[_Parts]:
     """Everything, connected, and closed in the opposite order."""
     async with contextlib.AsyncExitStack() as stack:
         tracing = telemetry.Telemetry("kvlease-router")
@@ -114,7 +128,6 @@ async def _parts(settings: Settings, keys: dict[str, str] | None) -> AsyncIterat
         session = await stack.enter_async_context(
             upstream.open_session(settings.connect_engine_timeout)
         )
-        metrics = Metrics()
         metrics.show(engines)
         tools = Tools(
             engines=engines,
@@ -178,6 +191,7 @@ async def _report_health(parts: _Parts) -> None:
         is_ready = not parts.engines.unready_reason()
         if is_ready != was_ready:
             was_ready = is_ready
+            READY.labels("router").set(is_ready)
             await parts.server.set_ready(is_ready)
         await parts.changed.wait()
 

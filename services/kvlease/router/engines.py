@@ -148,7 +148,7 @@ class Engines:
         ]
 
     def overview(self) -> list[tuple[str, str, Candidate]]:
-        """(role, state, engine) of all engines, in words, for people."""
+        """(role, state, engine) of all engines, in words, for people. Any thread."""
         return [
             (_ROLE_WORDS.get(candidate.engine.role, "unknown"), _state(candidate), candidate)
             for candidate in self._candidates()
@@ -156,7 +156,6 @@ class Engines:
 
     def _candidates(self) -> list[Candidate]:
         now = self._clock()
-        self._drop_old(now)
         found = [
             Candidate(
                 engine=known.engine,
@@ -164,14 +163,17 @@ class Engines:
                 suspect=self._suspect_until.get(incarnation, now) > now,
                 departed=known.departed_at is not None,
             )
-            for incarnation, known in self._known.items()
+            for incarnation, known in list(self._known.items())
+            if not self._is_old(known, now)
         ]
         return sorted(found, key=lambda candidate: candidate.engine.engine_id)
 
+    def _is_old(self, known: _Known, now: float) -> bool:
+        return known.departed_at is not None and now - known.departed_at > self._remember_s
+
     def _drop_old(self, now: float) -> None:
         for incarnation, known in list(self._known.items()):
-            departed_at = known.departed_at
-            if departed_at is not None and now - departed_at > self._remember_s:
+            if self._is_old(known, now):
                 self._forget(incarnation)
 
     def models(self) -> list[registry_pb2.Engine]:

@@ -32,6 +32,8 @@ class Costs:
     """What a prefill engine expected of a turn, and what came of it: seconds and bytes. A
     value is None where the engine does not say."""
 
+    claim_s: float | None = None
+    """To the answer of the lease service, and that of the holder where it was asked."""
     predicted_pull_s: float | None = None
     """Of the decision whether to pull: both predictions are for the same tokens."""
     predicted_compute_s: float | None = None
@@ -47,6 +49,7 @@ class Costs:
     def attributes(self) -> dict[str, float]:
         """For a span: what is known, under our names."""
         values = {
+            "kvlease.claim_s": self.claim_s,
             "kvlease.predicted_pull_s": self.predicted_pull_s,
             "kvlease.predicted_compute_s": self.predicted_compute_s,
             "kvlease.pull_s": self.pull_s,
@@ -165,6 +168,7 @@ def _costs(ours: Mapping[str, Any]) -> Costs:
         return float(_number(ours.get(name), float)) or None
 
     return Costs(
+        claim_s=seconds("claim_s"),
         predicted_pull_s=seconds("predicted_pull_s"),
         predicted_compute_s=seconds("predicted_compute_s"),
         pull_s=seconds("pull_s"),

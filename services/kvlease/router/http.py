@@ -22,8 +22,6 @@ from kvlease.v1 import common_pb2, registry_pb2
 
 RETAIN_HEADER = "x-kvlease-retain"
 
-_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
 
 class Http:
     """All routes. ``keys``: API key → tenant; None where there are none."""
@@ -93,8 +91,9 @@ class Http:
             return errors.unavailable(reason, "not_ready").response()
         return web.json_response({"status": "ready"})
 
-    async def _render_metrics(self, _: web.Request) -> web.Response:
-        return web.Response(body=self._metrics.render(), headers={"Content-Type": _METRICS_TYPE})
+    async def _render_metrics(self, request: web.Request) -> web.Response:
+        body, content_type = self._metrics.render(request.headers.get("Accept", ""))
+        return web.Response(body=body, headers={"Content-Type": content_type})
 
     async def _end_conversation(self, request: web.Request) -> web.Response:
         """Frees what is kept for a conversation. One that does not exist has ended too."""

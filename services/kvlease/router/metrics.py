@@ -1,15 +1,16 @@
-"""The router's Prometheus metrics. One registry a router, so that tests can run several."""
+"""The router's Prometheus metrics."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from kvlease.metrics import MILLISECONDS, render
 from kvlease.router.engines import Engines
-from kvlease.router.handoff import Costs
+from kvlease.router.handoff import Handoff
 
 # From a local cache hit on a GPU to a long prompt recomputed on a CPU.
 _TTFT_BUCKETS = (
@@ -23,14 +24,16 @@ _PULL_BUCKETS = (
 
 
 class Metrics:
-    """What :data:`GET /metrics` shows."""
+    """What :data:`GET /metrics` shows: all of ``registry``, by default one of this router's
+    own, so that tests can run several. Histograms of a turn's times carry exemplars: the ids
+    of its traces."""
 
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self.registry = registry or CollectorRegistry()
         self.ttft = Histogram(
             "kvlease_turn_ttft_seconds",
             "From a turn's arrival to its first content byte to the client.",
-            ["outcome"],
+            ["model", "outcome"],
             buckets=_TTFT_BUCKETS,
             registry=self.registry,
         )
@@ -38,18 +41,22 @@ class Metrics:
             "kvlease_turns",
             "Turns that ended, by what became of their KV blocks and how they ended "
             "(ok, client_error, failed, disconnected).",
-            ["outcome", "end"],
+            ["model", "outcome", "end"],
             registry=self.registry,
         )
         self.in_flight = Gauge(
             "kvlease_turns_in_flight", "Turns that run now.", registry=self.registry
         )
         self.prompt_tokens = Counter(
-            "kvlease_turn_prompt_tokens", "Prompt tokens of turns.", registry=self.registry
+            "kvlease_turn_prompt_tokens",
+            "Prompt tokens of turns.",
+            ["model"],
+            registry=self.registry,
         )
         self.reused_tokens = Counter(
             "kvlease_turn_reused_tokens",
             "Prompt tokens whose KV was read from a decode engine.",
+            ["model"],
             registry=self.registry,
         )
         self.engine_errors = Counter(
@@ -78,6 +85,13 @@ class Metrics:
         def histogram(name: str, text: str, label: str, buckets: Sequence[float]) -> Histogram:
             return Histogram(name, text, [label], buckets=buckets, registry=self.registry)
 
+        self.claim = histogram(
+            "kvlease_turn_claim_seconds",
+            "A turn's claim as its prefill engine sees it, by the turn's outcome: to the answer "
+            "of the lease service, and that of the holder where it was asked.",
+            "outcome",
+            MILLISECONDS,
+        )
         self.pull = histogram(
             "kvlease_pull_seconds",
             "Reads of leased blocks that succeeded, by the decode engine they came from.",
@@ -115,15 +129,18 @@ class Metrics:
             _TTFT_BUCKETS,
         )
 
-    def observe(self, engine_id: str, costs: Costs) -> None:
+    def observe(self, engine_id: str, handoff: Handoff, trace_id: str) -> None:
         """A prefill engine has answered."""
+        costs, exemplar = handoff.costs, {"trace_id": trace_id}
+        if costs.claim_s is not None:
+            self.claim.labels(handoff.outcome).observe(costs.claim_s, exemplar)
         if costs.prefill_s is not None:
-            self.prefill.labels(engine_id).observe(costs.prefill_s)
+            self.prefill.labels(engine_id).observe(costs.prefill_s, exemplar)
         if costs.predicted_prefill_s is not None:
             self.prefill_predicted.labels(engine_id).observe(costs.predicted_prefill_s)
         if costs.pull_s is None:
             return
-        self.pull.labels(costs.pull_source).observe(costs.pull_s)
+        self.pull.labels(costs.pull_source).observe(costs.pull_s, exemplar)
         self.pull_bytes.labels(costs.pull_source).inc(costs.pull_bytes)
         if costs.predicted_pull_s is not None:
             self.pull_predicted.labels(costs.pull_source).observe(costs.predicted_pull_s)
@@ -134,13 +151,14 @@ class Metrics:
         """Adds the engines as this router sees them."""
         self.registry.register(_EnginesCollector(engines))
 
-    def render(self) -> bytes:
-        """The text exposition format."""
-        return generate_latest(self.registry)
+    def render(self, accept: str) -> tuple[bytes, str]:
+        """A scrape's answer and its Content-Type."""
+        return render(self.registry, accept)
 
 
 class _EnginesCollector(Collector):
-    """Read when Prometheus scrapes, so that an engine that has gone disappears."""
+    """Read when Prometheus scrapes, maybe in its own thread, so that an engine that has gone
+    disappears."""
 
     def __init__(self, engines: Engines) -> None:
         self._engines = engines

@@ -99,7 +99,7 @@ async def _once(
         result = _understood(engine, response, raw)
         tools.engines.trust(engine)
         _describe(span, result)
-        tools.metrics.observe(engine.engine_id, result.costs)
+        tools.metrics.observe(engine.engine_id, result, turn.trace.trace_id)
         return result
 
 

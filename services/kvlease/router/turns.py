@@ -67,9 +67,10 @@ class Turns:
         finally:
             metrics.in_flight.dec()
             trace = answer.trace
-            metrics.turns.labels(trace.outcome or "none", answer.end).inc()
+            metrics.turns.labels(answer.model, trace.outcome or "none", answer.end).inc()
             if trace.ttft_s is not None:
-                metrics.ttft.labels(trace.outcome).observe(trace.ttft_s)
+                ttft = metrics.ttft.labels(answer.model, trace.outcome)
+                ttft.observe(trace.ttft_s, {"trace_id": trace.trace_id})
             if answer.end == "disconnected":
                 trace.end(status=0, error="the client went away")
             else:
@@ -128,6 +129,7 @@ class Turns:
         try:
             ask = await self._read(answer.request, endpoint)
             answer.trace.asked(ask)
+            answer.model = ask.model
             return await self._run(await self._route(ask, answer), answer)
         except HttpError as error:
             return await answer.fail(error)
@@ -253,8 +255,9 @@ class Turns:
                     raise errors.engine_lost(f"{lost}. Send the request again.") from lost
                 await self._prepare_again(turn, lost)
                 continue
-            self._tools.metrics.prompt_tokens.inc(prefilled.handoff.prompt_tokens)
-            self._tools.metrics.reused_tokens.inc(prefilled.handoff.reused_tokens)
+            metrics, handoff = self._tools.metrics, prefilled.handoff
+            metrics.prompt_tokens.labels(answer.model).inc(handoff.prompt_tokens)
+            metrics.reused_tokens.labels(answer.model).inc(handoff.reused_tokens)
             answer.finished(response)
             return response
         raise AssertionError("unreachable: the last try returns or raises")
@@ -277,6 +280,8 @@ class _Answer:
         self.trace = trace
         self.turn: Turn | None = None
         self.relay: Relay | None = None
+        self.model = ""
+        """Once it is known to be one that is served."""
         self.end = "failed"
         self.status = 0
         self.error = ""
