@@ -173,7 +173,7 @@ class Server:
                 "grpc.channelz.v1.Channelz",
             ),
             self.grpc,
-            pool=_Descriptors(),
+            pool=_Descriptors(),  # type: ignore[arg-type]  # all of a pool that it calls
         )
 
     async def start(self, listen: str) -> int:
