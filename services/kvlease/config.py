@@ -30,6 +30,14 @@ ENV_PREFIX = "KVLEASE_"
 
 CONFIG_FILE_ENV = "KVLEASE_CONFIG"
 
+_NOT_SETTINGS = re.compile(
+    ENV_PREFIX + r"(CONFIG"
+    r"|REQUIRE_\w+|MODEL_EXAMPLES"  # the tests'
+    r"|HTTP_PORT|MODEL|\w+_(CPUS|GPU|ENGINES|MEMORY)"  # the compose files'
+    r"|(\w+_)?(PORT|SERVICE)(_\w+)?)"  # Kubernetes', for services named kvlease-...
+)
+"""Variables with our prefix that are not for :func:`load`."""
+
 
 _LISTEN = (
     "registry_listen",
@@ -194,8 +202,8 @@ class Settings(BaseModel):
     )
     traces_forward: str = Field(
         "",
-        description="URL of an OTLP gRPC receiver that gets its spans too, with the headers and the "
-        "certificate that OpenTelemetry's variables name; empty: none",
+        description="URL of an OTLP gRPC receiver that gets its spans too, with the headers and "
+        "the certificate that OpenTelemetry's variables name; empty: none",
     )
 
     # Logs
@@ -278,11 +286,8 @@ def load(
     if path:
         values.update(_read_file(path))
     for key, value in env.items():
-        name = key.removeprefix(ENV_PREFIX).lower()
-        # Environments hold KVLEASE_ variables of other tools too (KVLEASE_CONFIG,
-        # KVLEASE_REQUIRE_ENGINES): only settings' names count.
-        if key.startswith(ENV_PREFIX) and name in Settings.model_fields:
-            values[name] = value
+        if key.startswith(ENV_PREFIX) and not _NOT_SETTINGS.fullmatch(key):
+            values[_known_variable(key)] = value
     for name, value in (overrides or {}).items():
         values[_known(name, "the connector's kvlease settings")] = value
     for assignment in assignments:
@@ -307,6 +312,15 @@ def _read_file(path: str) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"the configuration file {path} is not valid TOML: {error}") from None
     return {_known(name, path): value for name, value in content.items()}
+
+
+def _known_variable(key: str) -> str:
+    name = key.removeprefix(ENV_PREFIX).lower()
+    if name in Settings.model_fields and key.isupper():
+        return name
+    near = difflib.get_close_matches(name, Settings.model_fields, n=1)
+    hint = f"did you mean {ENV_PREFIX}{near[0].upper()}?" if near else "unset it"
+    raise ConfigError(f"the environment variable {key} is not a setting; {hint}")
 
 
 def _known(name: str, where: str) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from kvlease.config import ConfigError, load
+from kvlease.config import ConfigError, Settings, load
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -59,3 +62,35 @@ def test_an_assignment_wins_over_the_environment_and_that_over_the_file(tmp_path
         config_file=str(path),
     )
     assert (settings.max_readers, settings.session_ttl, settings.claim_margin) == (3, 6, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("variable", "sentence"),
+    [
+        ("KVLEASE_RETENTOIN_TTL", r"is not a setting; did you mean KVLEASE_RETENTION_TTL\?"),
+        ("KVLEASE_LEASE_ENDPOINTS", r"did you mean KVLEASE_LEASE_ENDPOINT\?"),
+        ("KVLEASE_retention_ttl", r"did you mean KVLEASE_RETENTION_TTL\?"),
+        ("KVLEASE_ZZZ", "the environment variable KVLEASE_ZZZ is not a setting; unset it"),
+    ],
+)
+def test_a_variable_that_is_no_setting_is_named(variable: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        load(env={variable: "600"})
+
+
+def test_variables_of_others_are_let_be() -> None:
+    # Those that Kubernetes sets in every pod for a service named kvlease-lease.
+    names = ["LEASE_SERVICE_HOST", "LEASE_SERVICE_PORT_GRPC", "LEASE_PORT", "LEASE_PORT_7402_TCP"]
+    load(env={f"KVLEASE_{name}": "tcp://10.0.0.1:7402" for name in names})
+
+
+@pytest.mark.parametrize("folder", ["compose", "tests", "scripts", ".ci"])
+def test_variables_that_this_repository_names_are_known(folder: str) -> None:
+    files = [path for path in (ROOT / folder).rglob("*") if path.is_file()]
+    assert files
+    for path in files:
+        if path.name != Path(__file__).name and path.suffix != ".pyc":
+            text = path.read_text(errors="ignore")
+            for name in re.findall(r"\bKVLEASE_[A-Z_]*[A-Z]\b", text):
+                if name.removeprefix("KVLEASE_").lower() not in Settings.model_fields:
+                    load(env={name: "1" if name != "KVLEASE_CONFIG" else ""})
