@@ -48,7 +48,7 @@ class Grpcurl:
     def call(self, method: str, **request: Any) -> dict[str, Any]:
         """A call's answer. Names of fields as in the proto files, which is how grpcurl 1.8
         prints them; later ones print lowerCamelCase."""
-        answer: dict[str, Any] = _snake_case(json.loads(self.text(method, data=request)))
+        answer: dict[str, Any] = snake_case(json.loads(self.text(method, data=request)))
         return answer
 
     def error(self, method: str, **request: Any) -> str:
@@ -72,13 +72,14 @@ class Grpcurl:
         )
 
 
-def _snake_case(value: Any) -> Any:
+def snake_case(value: Any) -> Any:
+    """An answer with the names of fields as in the proto files."""
     if isinstance(value, dict):
         return {
-            re.sub("[A-Z]", lambda letter: f"_{letter[0].lower()}", name): _snake_case(item)
+            re.sub("[A-Z]", lambda letter: f"_{letter[0].lower()}", name): snake_case(item)
             for name, item in value.items()
         }
-    return [_snake_case(item) for item in value] if isinstance(value, list) else value
+    return [snake_case(item) for item in value] if isinstance(value, list) else value
 
 
 def grpcurl_binary() -> Path:
