@@ -78,6 +78,8 @@ class Part:
     env: Mapping[str, str] = field(default_factory=dict)
     engine: launch.Engine | None = None
     cpus: tuple[int, ...] = ()
+    metrics: str = ""
+    """host:port where Prometheus scrapes ``/metrics``; empty: nowhere."""
 
     def launch(self) -> launch.Launch:
         """What one start needs; an engine gets a new incarnation each time."""
@@ -131,6 +133,7 @@ def make(options: Options) -> Plan:
         "lease_listen": leases[0],
         "router_listen": routers_http[0],
         "router_grpc_listen": routers_grpc[0],
+        "metrics_listen": "",  # each part its own, routers at their HTTP address
         "registry_endpoint": registry,
         "lease_endpoint": ",".join(leases),
     }
@@ -153,15 +156,23 @@ def make(options: Options) -> Plan:
         own = {**_inherited(options), **_set(settings)}
         parts.append(Part("traces", "traces", http, otlp, _serve("traces"), own))
     if options.store == "memory":
-        parts.append(Part("services", "all", routers_http[0], registry, _serve("all"), env))
+        http = routers_http[0]
+        parts.append(Part("services", "all", http, registry, _serve("all"), env, metrics=http))
     else:
-        parts.append(Part("registry", "registry", "", registry, _serve("registry"), env))
+
+        def service(kind: Kind, name: str, http: str, grpc: str, **own: str) -> Part:
+            metrics = http or f"{HOST}:{ports.take()}"
+            listen = {} if http else {"KVLEASE_METRICS_LISTEN": metrics}
+            argv, variables = _serve(kind), {**env, **own, **listen}
+            return Part(name, kind, http, grpc, argv, variables, metrics=metrics)
+
+        parts.append(service("registry", "registry", "", registry))
         for index, address in enumerate(leases):
-            own = {**env, "KVLEASE_LEASE_LISTEN": address}
-            parts.append(Part(f"lease-{index}", "lease", "", address, _serve("lease"), own))
+            own = {"KVLEASE_LEASE_LISTEN": address}
+            parts.append(service("lease", f"lease-{index}", "", address, **own))
         for index, (http, grpc) in enumerate(zip(routers_http, routers_grpc, strict=True)):
-            own = {**env, "KVLEASE_ROUTER_LISTEN": http, "KVLEASE_ROUTER_GRPC_LISTEN": grpc}
-            parts.append(Part(f"router-{index}", "router", http, grpc, _serve("router"), own))
+            own = {"KVLEASE_ROUTER_LISTEN": http, "KVLEASE_ROUTER_GRPC_LISTEN": grpc}
+            parts.append(service("router", f"router-{index}", http, grpc, **own))
     parts += _engines(options, settings, ports)
     traces = f"http://{settings.traces_http_listen}" if options.traces else None
     return Plan(
@@ -208,7 +219,7 @@ def _etcd(options: Options, client: str, peer: str) -> Part:
     )
     # Variables named ETCD_* set flags of etcd, also those of somebody else's cluster.
     env = {name: value for name, value in options.env.items() if not name.startswith("ETCD_")}
-    return Part("etcd", "etcd", http=client, argv=argv, env=env)
+    return Part("etcd", "etcd", http=client, argv=argv, env=env, metrics=client)
 
 
 def _service_env(options: Options, settings: Settings) -> dict[str, str]:
@@ -279,6 +290,7 @@ def _engines(options: Options, settings: Settings, ports: _Ports) -> list[Part]:
                 engine.engine_id,
                 role,
                 http=f"{HOST}:{engine.port}",
+                metrics=f"{HOST}:{engine.port}",
                 env=env,
                 engine=engine,
                 cpus=(cores[position % len(cores)],),

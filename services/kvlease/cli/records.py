@@ -110,6 +110,9 @@ def endpoints(plan: Plan, pids: Mapping[str, int], directory: Path) -> dict[str,
         "routers_http": [f"http://{address}" for address in plan.router_http],
         "routers_grpc": list(plan.router_grpc),
         "lease_replicas_grpc": list(plan.lease_grpc),
+        "metrics": {
+            part.name: f"http://{part.metrics}/metrics" for part in plan.parts if part.metrics
+        },
         "services": [
             {"name": part.name, **process(part)} for part in plan.parts if part.kind not in ENGINES
         ],
