@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -33,6 +33,8 @@ class Span:
     failed: bool
     status: str
     """The message of its status."""
+    resource: dict[str, Any] = field(default_factory=dict)
+    """Attributes of who made it."""
 
     @property
     def seconds(self) -> float:
@@ -137,6 +139,7 @@ def _spans(request: trace_service_pb2.ExportTraceServiceRequest) -> Iterator[Spa
                     links=tuple(link.span_id.hex() for link in span.links),
                     failed=span.status.code == 2,
                     status=span.status.message,
+                    resource=resource,
                 )
 
 

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 
 from opentelemetry import trace
@@ -90,6 +90,11 @@ class Stopwatch:
         return self.start_ns + time.monotonic_ns() - self._zero_ns
 
 
+def words_of(error: BaseException) -> str:
+    """What an exception says, else what it is called."""
+    return str(error) or type(error).__name__
+
+
 @contextlib.contextmanager
 def timed(
     tracer: trace.Tracer,
@@ -97,9 +102,11 @@ def timed(
     context: Context,
     kind: trace.SpanKind,
     attributes: Mapping[str, AttributeValue] | None = None,
+    *,
+    why: Callable[[BaseException], str] = words_of,
 ) -> Iterator[trace.Span]:
-    """A span around the block. An exception that leaves it makes the span a failed one,
-    with the exception's words."""
+    """A span around the block. An exception that leaves it makes the span a failed one;
+    ``why`` has the words for it."""
     clock = Stopwatch()
     span = tracer.start_span(
         name, context, kind=kind, attributes=attributes, start_time=clock.start_ns
@@ -107,7 +114,7 @@ def timed(
     try:
         yield span
     except BaseException as error:
-        fail(span, str(error) or type(error).__name__)
+        fail(span, why(error))
         raise
     finally:
         span.end(clock.now_ns())

@@ -218,7 +218,8 @@ async def test_all_spans_end_when_the_client_goes_away(stack: Stack, receiver: R
 
     found = await spans(receiver, CLIENT_TRACE, "turn", "route", "prefill", "decode")
     assert found["turn"].status == found["decode"].status == "the client went away"
-    assert "ttft" not in found
+    ttft = (await spans(receiver, CLIENT_TRACE, "ttft"))["ttft"]
+    assert ttft.status == "no first token: the client went away"
 
 
 async def test_a_refused_request_is_a_trace_too(stack: Stack, receiver: Receiver) -> None:

@@ -36,7 +36,7 @@ _TRACE_HEADERS = ("traceparent", "tracestate")
 class LeaseServer(lease_pb2_grpc.LeaseServiceServicer):
     """Implements ``kvlease.v1.LeaseService``; the promises stand in its proto file.
 
-    ``tracer``: where grants and claims that belong to a trace get a span; None: nowhere.
+    ``tracer``: where a turn's start, claim and grant get a span; None: nowhere.
     """
 
     def __init__(
@@ -56,7 +56,10 @@ class LeaseServer(lease_pb2_grpc.LeaseServiceServicer):
     async def StartTurn(
         self, request: lease_pb2.StartTurnRequest, context: rpc.Context
     ) -> StartTurnResponse:
-        return await self._answer(context, lambda: self._operations.start_turn(request))
+        with self._span("lease_service.start_turn", context, request.conversation) as span:
+            answer = await self._answer(context, lambda: self._operations.start_turn(request))
+            span.set_attribute("kvlease.turn", answer.turn)
+            return answer
 
     async def Grant(self, request: lease_pb2.GrantRequest, context: rpc.Context) -> GrantResponse:
         with self._span("lease_service.grant", context, request.conversation) as span:
@@ -149,16 +152,18 @@ class LeaseServer(lease_pb2_grpc.LeaseServiceServicer):
         if self._tracer is None or "traceparent" not in headers:
             yield trace.INVALID_SPAN
             return
-        with self._tracer.start_as_current_span(
-            name,
-            context=telemetry.extract(headers),
-            kind=trace.SpanKind.SERVER,
-            attributes={
-                "rpc.system": "grpc",
-                "rpc.service": SERVICE,
-                "kvlease.tenant": conversation.tenant,
-                "kvlease.conversation": conversation.conversation_id,
-                "gen_ai.request.model": conversation.model,
-            },
-        ) as span:
+        attributes = {
+            "rpc.system": "grpc",
+            "rpc.service": SERVICE,
+            "kvlease.tenant": conversation.tenant,
+            "kvlease.conversation": conversation.conversation_id,
+            "gen_ai.request.model": conversation.model,
+        }
+        parent, kind = telemetry.extract(headers), trace.SpanKind.SERVER
+
+        def why(error: BaseException) -> str:
+            """The status that the call was ended with says more than the exception."""
+            return context.details() or telemetry.words_of(error)
+
+        with telemetry.timed(self._tracer, name, parent, kind, attributes, why=why) as span:
             yield span

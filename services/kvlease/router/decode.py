@@ -109,6 +109,9 @@ async def _once(
                     await relay.begin(upstream)
                 except EngineGone as gone:
                     raise EngineFailed(engine, "lost", str(gone), sent=True) from gone
+            if upstream.status >= 400:
+                status = str(upstream.status)
+                telemetry.fail(span, f"{engine.engine_id} answered with status {status}", status)
             if upstream.status < 500:
                 tools.engines.trust(engine)
             return await _rest(turn, tools, relay, engine, upstream)

@@ -19,6 +19,9 @@ class HttpError(Exception):
     kind: str = "invalid_request_error"
     param: str = ""
 
+    def __str__(self) -> str:
+        return self.message
+
     def body(self) -> bytes:
         """The response body."""
         return json.dumps(self._content()).encode()

@@ -139,6 +139,8 @@ class Http:
             operation, context=telemetry.extract(request.headers)
         ) as span:
             span.set_attribute("gen_ai.conversation.id", conversation_id)
+            span.set_attribute("kvlease.conversation", conversation_id)
+            span.set_attribute("kvlease.tenant", tenant)
             try:
                 yield _Named(
                     [

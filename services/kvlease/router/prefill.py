@@ -36,6 +36,9 @@ class Refused(Exception):
     body: bytes
     content_type: str
 
+    def __str__(self) -> str:
+        return f"answered with status {self.status}"
+
 
 async def prefill(turn: Turn, tools: Tools) -> Prefilled:
     """Runs the prefill half. Raises :class:`Refused`; all else ends in a handoff."""

@@ -27,11 +27,11 @@ class EngineGone(Exception):
 class Relay:
     """One client's answer.
 
-    ``headers`` are asked for when the answer begins. ``first_content`` is called at the
-    first chunk that carries content: an answer's first bytes, except for comments of an
-    event stream, which vLLM sends to keep connections alive. (A chat stream begins with
-    an event that carries only the role. vLLM sends it together with the first token, not
-    before: ``chat_completion_stream_generator``.)
+    ``headers`` are asked for when the answer begins. ``first_content`` is called when the
+    first chunk that carries content has been written: an answer's first bytes, except for
+    comments of an event stream, which vLLM sends to keep connections alive. (A chat stream
+    begins with an event that carries only the role. vLLM sends it together with the first
+    token, not before: ``chat_completion_stream_generator``.)
     """
 
     def __init__(
@@ -67,12 +67,11 @@ class Relay:
                     raise EngineGone("ended its stream before the first event")
                 await self._prepare(upstream)
                 return
-            if not (self._stream and _is_comment(chunk)):
-                self.content_began = True
-                if upstream.status == 200:
-                    self._first_content()
+            self.content_began = not (self._stream and _is_comment(chunk))
             await self._prepare(upstream)
             await self._write(chunk)
+            if self.content_began and upstream.status == 200:
+                self._first_content()
 
     async def rest(self, upstream: aiohttp.ClientResponse) -> web.StreamResponse:
         """Passes on everything after :meth:`begin`, and ends the answer.

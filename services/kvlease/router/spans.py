@@ -7,32 +7,38 @@ opened by a context manager, or ended by :meth:`TurnTrace.end`.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
+from opentelemetry.trace import Span, SpanKind, Tracer
 from opentelemetry.util.types import AttributeValue
 
 from kvlease import telemetry
 from kvlease.router.ask import Ask
+from kvlease.router.errors import HttpError
 from kvlease.router.handoff import Handoff
+from kvlease.router.relay import ClientGone
 from kvlease.router.split import Endpoint
+from kvlease.router.upstream import EngineFailed
 from kvlease.v1 import lease_pb2, registry_pb2
+
+CLIENT_GONE = "the client went away"
 
 _OPERATIONS = {Endpoint.CHAT: "chat", Endpoint.COMPLETION: "text_completion"}
 """gen_ai.operation.name, as OpenTelemetry's GenAI conventions name them."""
 
 
 class TurnTrace:
-    """One turn's spans. It starts when the request arrives."""
+    """One turn's spans. It starts when the request arrives. All are timed by one clock, so
+    that none of them lies outside of the turn."""
 
     def __init__(self, tracer: Tracer, headers: Mapping[str, str], endpoint: Endpoint) -> None:
         self._tracer = tracer
-        self._arrival_ns = time.time_ns()
-        self._arrival = time.monotonic()
+        self._clock = telemetry.Stopwatch()
+        self._understood = False
+        self._links: set[str] = set()
         self.ttft_s: float | None = None
         self.outcome = ""
         self.handoff: Handoff | None = None
@@ -43,7 +49,7 @@ class TurnTrace:
             "turn",
             context=telemetry.extract(headers),
             kind=SpanKind.SERVER,
-            start_time=self._arrival_ns,
+            start_time=self._clock.start_ns,
             attributes={
                 "gen_ai.operation.name": _OPERATIONS[endpoint],
                 "gen_ai.provider.name": "vllm",
@@ -61,7 +67,7 @@ class TurnTrace:
     @property
     def start(self) -> float:
         """When the request arrived, in seconds since 1970."""
-        return self._arrival_ns / 1e9
+        return self._clock.start_ns / 1e9
 
     @property
     def traceparent(self) -> str:
@@ -69,7 +75,8 @@ class TurnTrace:
         return telemetry.inject(self._turn)["traceparent"]
 
     def asked(self, ask: Ask) -> None:
-        """The request has been read."""
+        """The request has been read and understood: from here on a first token is due."""
+        self._understood = True
         self._turn.set_attributes(
             {
                 "gen_ai.request.model": ask.model,
@@ -107,23 +114,31 @@ class TurnTrace:
             attributes["kvlease.reused_tokens"] = handoff.reused_tokens
             attributes["kvlease.computed_tokens"] = handoff.prompt_tokens - handoff.reused_tokens
         self._turn.set_attributes(attributes)
-        for link in telemetry.link_to(handoff.lease_traceparent):
-            self._turn.add_link(link.context, {"kvlease.link": "granted the lease"})
+        if handoff.lease_traceparent not in self._links:
+            self._links.add(handoff.lease_traceparent)
+            for link in telemetry.link_to(handoff.lease_traceparent):
+                self._turn.add_link(link.context, {"kvlease.link": "granted the lease"})
 
     def first_content(self) -> None:
-        """The first content byte goes to the client: makes the ``ttft`` span."""
+        """The first content byte has gone to the client: makes the ``ttft`` span."""
         if self.ttft_s is not None:
             return
-        self.ttft_s = time.monotonic() - self._arrival
+        self.ttft_s = self._clock.elapsed_s
         self._turn.set_attributes(
             {
                 "gen_ai.response.time_to_first_chunk": self.ttft_s,
                 "kvlease.ttft_s": self.ttft_s,
             }
         )
-        span = self._tracer.start_span("ttft", self._inside, start_time=self._arrival_ns)
-        span.set_attributes({"kvlease.outcome": self.outcome, "kvlease.ttft_s": self.ttft_s})
-        span.end(self._arrival_ns + int(self.ttft_s * 1e9))
+        span = self._ttft()
+        span.set_attribute("kvlease.ttft_s", self.ttft_s)
+        span.end(self._clock.start_ns + int(self.ttft_s * 1e9))
+
+    def _ttft(self) -> Span:
+        attributes = {"kvlease.outcome": self.outcome} if self.outcome else {}
+        return self._tracer.start_span(
+            "ttft", self._inside, attributes=attributes, start_time=self._clock.start_ns
+        )
 
     @contextmanager
     def route(self) -> Iterator[Span]:
@@ -164,27 +179,51 @@ class TurnTrace:
     def _child(
         self, name: str, kind: SpanKind, attributes: Mapping[str, AttributeValue]
     ) -> Iterator[Span]:
-        span = self._tracer.start_span(name, self._inside, kind=kind, attributes=dict(attributes))
+        span = self._tracer.start_span(
+            name,
+            self._inside,
+            kind=kind,
+            attributes=dict(attributes),
+            start_time=self._clock.now_ns(),
+        )
         try:
             yield span
-        except asyncio.CancelledError:
-            fail(span, "the client went away")
+        except (asyncio.CancelledError, ClientGone):
+            telemetry.fail(span, CLIENT_GONE, "disconnected")
             raise
         except Exception as error:
-            fail(span, str(error) or type(error).__name__)
+            telemetry.fail(span, telemetry.words_of(error), _type_of(error))
             raise
         finally:
-            span.end()
+            span.end(self._clock.now_ns())
 
-    def end(self, *, status: int, error: str = "") -> None:
-        """The turn is over. ``status`` 0: the client was gone before it got one."""
+    def end(self, how: str, *, status: int, error: str = "", kind: str = "") -> None:
+        """The turn is over. ``how``: the word that metrics have for it. ``status`` 0: the
+        client was gone before it got one. ``error``: what it failed of, ``kind`` a word
+        for that.
+
+        A turn whose first token was due and never came has a failed ``ttft`` span, from
+        arrival to now: a time to first token that is longer than this.
+        """
+        self._turn.set_attribute("kvlease.end", how)
         if status:
             self._turn.set_attribute("http.response.status_code", status)
         if error:
-            fail(self._turn, error)
-        self._turn.end()
+            telemetry.fail(self._turn, error, kind)
+        now_ns = self._clock.now_ns()
+        if self._understood and self.ttft_s is None:
+            span = self._ttft()
+            telemetry.fail(span, f"no first token: {error or 'the answer was empty'}", kind)
+            span.end(now_ns)
+        self._turn.end(now_ns)
 
 
-def fail(span: Span, message: str) -> None:
-    """Marks a span as failed, with a sentence."""
-    span.set_status(Status(StatusCode.ERROR, message[:500]))
+def _type_of(error: Exception) -> str:
+    """A word for what a half of a turn failed of."""
+    match error:
+        case EngineFailed():
+            return error.reason
+        case HttpError():
+            return error.code
+        case _:
+            return type(error).__name__

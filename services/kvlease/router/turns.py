@@ -20,7 +20,7 @@ from kvlease.router.history import EndedTurn, TurnLog
 from kvlease.router.leases import Leases, ServiceDown
 from kvlease.router.prefill import Refused, prefill
 from kvlease.router.relay import ClientGone, Relay
-from kvlease.router.spans import TurnTrace
+from kvlease.router.spans import CLIENT_GONE, TurnTrace
 from kvlease.router.split import Endpoint
 from kvlease.router.turn import DECODE, PREFILL, Tools, Turn
 
@@ -71,10 +71,7 @@ class Turns:
             if trace.ttft_s is not None:
                 ttft = metrics.ttft.labels(answer.model, trace.outcome)
                 ttft.observe(trace.ttft_s, {"trace_id": trace.trace_id})
-            if answer.end == "disconnected":
-                trace.end(status=0, error="the client went away")
-            else:
-                trace.end(status=answer.status, error=answer.error)
+            answer.end_trace()
             self._end_conversation(answer)
             self._record(answer)
 
@@ -285,6 +282,7 @@ class _Answer:
         self.end = "failed"
         self.status = 0
         self.error = ""
+        self._error_type = ""
         self._reused_tokens = 0
 
     def handed_over(self, reused_tokens: int) -> None:
@@ -308,11 +306,13 @@ class _Answer:
         self.end = _end(response.status)
         if response.status >= 400:
             self.error = f"the decode engine answered with status {response.status}"
+            self._error_type = str(response.status)
 
     def refuse(self, refused: Refused) -> web.Response:
         """The prefill engine's own words."""
         self.status, self.end = refused.status, _end(refused.status)
         self.error = f"the prefill engine answered with status {refused.status}"
+        self._error_type = str(refused.status)
         response = web.Response(status=refused.status, body=refused.body, headers=self.headers())
         response.headers["Content-Type"] = refused.content_type
         return response
@@ -320,6 +320,7 @@ class _Answer:
     async def fail(self, error: HttpError) -> web.StreamResponse:
         """The router's own words, or the end of an answer that has begun."""
         self.status, self.end, self.error = error.status, _end(error.status), error.message
+        self._error_type = error.code
         if self.relay is None or self.relay.response is None:
             return error.response(self.headers())
         self.status = self.relay.response.status
@@ -328,6 +329,15 @@ class _Answer:
         except ClientGone:
             self.end = "disconnected"
         return self.relay.response
+
+    def end_trace(self) -> None:
+        """Nothing more will become of the turn."""
+        if self.end != "disconnected":
+            self.trace.end(self.end, status=self.status, error=self.error, kind=self._error_type)
+            return
+        begun = self.relay.response if self.relay else None
+        status = begun.status if begun is not None and begun.prepared else 0
+        self.trace.end(self.end, status=status, error=CLIENT_GONE, kind=self.end)
 
 
 def _why(ask: Ask, handoff: Handoff | None) -> str:
