@@ -33,7 +33,7 @@ class HolderServer(holder_pb2_grpc.HolderServicer):
     async def start(self, host: str) -> str:
         """Listens on a free port. Returns host:port for readers. Raises
         :class:`~kvlease.config.ConfigError`."""
-        port = await self._server.start(f"{host}:0")
+        port = await self._server.start(f"{host}:0", "VLLM_NIXL_SIDE_CHANNEL_HOST")
         await self._server.set_ready(True)
         return f"{host}:{port}"
 

@@ -16,7 +16,7 @@ from prometheus_client import REGISTRY, Gauge, disable_created_metrics, start_ht
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from kvlease.config import ConfigError
+from kvlease import listening
 
 # A second series for each counter, which nobody reads.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -68,16 +68,11 @@ def serving(listen: str) -> Iterator[int]:
     if not listen:
         yield 0
         return
-    host, separator, port = listen.rpartition(":")
-    if not separator or not port.isdigit():
-        raise ConfigError(f"metrics_listen={listen!r} is not of the form host:port")
+    host, _, port = listen.rpartition(":")
     try:
         server, thread = start_http_server(int(port), addr=host or "0.0.0.0", registry=REGISTRY)
     except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {listen} for metrics: {error.strerror}; set metrics_listen to "
-            "another address, or to nothing"
-        ) from None
+        raise listening.refused("metrics_listen", listen, error) from None
     try:
         yield server.server_port
     finally:

@@ -17,6 +17,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
+from kvlease import listening
 from kvlease.config import ConfigError
 from kvlease.tls import Tls
 
@@ -176,10 +177,11 @@ class Server:
             pool=_Descriptors(),  # type: ignore[arg-type]  # all of a pool that it calls
         )
 
-    async def start(self, listen: str) -> int:
+    async def start(self, listen: str, setting: str = "the address") -> int:
         """Listens and reports NOT_SERVING until :meth:`set_ready`. Returns the port.
 
-        Raises :class:`ConfigError` if the address cannot be listened on.
+        Raises :class:`ConfigError`, which names ``setting``, if the address cannot be
+        listened on.
         """
         await self.set_ready(False)
         try:
@@ -190,10 +192,7 @@ class Server:
         except RuntimeError:
             port = 0
         if not port:
-            raise ConfigError(
-                f"cannot listen on {listen}: the port is taken or the address is not this "
-                "machine's; stop what uses it or choose another address"
-            )
+            raise listening.refused(setting, listen)
         await self.grpc.start()
         return port
 

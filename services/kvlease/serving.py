@@ -139,11 +139,11 @@ async def run(
     """Serves until ``stop`` is set, then in order: not ready, watches end, running calls
     end, everything it started is gone.
 
-    ``others`` run as long as the server. Raises :class:`~kvlease.config.ConfigError` if
-    ``listen`` cannot be listened on.
+    ``listen`` is the setting ``<name>_listen``. ``others`` run as long as the server.
+    Raises :class:`~kvlease.config.ConfigError` if ``listen`` cannot be listened on.
     """
     try:
-        port = await server.start(listen)
+        port = await server.start(listen, f"{name}_listen")
         address = f"{listen.rpartition(':')[0]}:{port}"
         metrics.READY.labels(name).set_function(
             lambda: float(monitor.ready.is_set() and not stop.is_set())

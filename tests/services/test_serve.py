@@ -177,7 +177,16 @@ def test_a_taken_port(setting: str) -> None:
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         said = failed("all", **{setting: address})
-    assert f"cannot listen on {address}" in said
+    assert said == (
+        f"kvlease: {setting}: cannot listen on {address}: the port is taken: stop what uses it, "
+        f"or set {setting} to another"
+    )
+
+
+@pytest.mark.parametrize("setting", ["lease_listen", "router_listen"])
+def test_an_address_of_another_machine(setting: str) -> None:
+    said = failed("all", **{setting: "192.0.2.1:0"})  # RFC 5737: nobody's
+    assert said.startswith(f"kvlease: {setting}: cannot listen on 192.0.2.1:0: the host is not")
 
 
 def test_an_etcd_that_is_not_there() -> None:
@@ -185,7 +194,8 @@ def test_an_etcd_that_is_not_there() -> None:
     started = time.monotonic()
     said = failed("lease", etcd_endpoints=f"127.0.0.1:{port}")
     assert f"127.0.0.1:{port}" in said
-    assert "start etcd, or set etcd_endpoints to where it runs" in said
+    assert said.endswith("start it, or correct etcd_endpoints")
+    assert said.count("etcd_endpoints") == 1
     assert time.monotonic() - started < 12
 
 

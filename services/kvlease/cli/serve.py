@@ -207,9 +207,7 @@ async def _wait_for(store: Store, stop: asyncio.Event) -> None:
         except StoreUnavailable as error:
             left = deadline - loop.time()
             if left <= 0:
-                raise ConfigError(
-                    f"{error}; start etcd, or set etcd_endpoints to where it runs"
-                ) from None
+                raise ConfigError(str(error)) from None
             log.warning("waiting for the store", error=str(error), left_s=round(left, 1))
         await _first(stop, asyncio.sleep(min(1.0, max(left, 0.1))))
 

@@ -110,10 +110,7 @@ def sentence(what: str, address: str, secured: Tls | None, error: grpc.RpcError)
     if not isinstance(error, grpc.Call):
         return f"the {what} at {address} failed: {error}"
     if rpc.reason_of(error) == "STORE_UNAVAILABLE":
-        return (
-            f"the {what} at {address} cannot reach its store: start etcd, or look into "
-            f"etcd_endpoints ({error.details()})"
-        )
+        return f"the {what} at {address} cannot reach its store: {error.details()}"
     if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
         why = tls.explain(address, secured)
         if why:

@@ -14,8 +14,8 @@ import grpc.aio
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from kvlease import rpc, telemetry, tls
-from kvlease.config import ConfigError, Settings
+from kvlease import listening, rpc, telemetry, tls
+from kvlease.config import Settings
 from kvlease.metrics import READY
 from kvlease.router import upstream
 from kvlease.router.announce import announce
@@ -60,7 +60,7 @@ async def serve_router(
         http_address = await stack.enter_async_context(
             _http(parts.http.app(settings.max_body_bytes), settings)
         )
-        grpc_port = await parts.server.start(settings.router_grpc_listen)
+        grpc_port = await parts.server.start(settings.router_grpc_listen, "router_grpc_listen")
         stack.push_async_callback(parts.server.stop, 1.0)
         replica = registry_pb2.Replica(
             replica_id=str(uuid.uuid4()),
@@ -174,10 +174,7 @@ async def _http(app: web.Application, settings: Settings) -> AsyncIterator[str]:
         try:
             await site.start()
         except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {listen}: {error.strerror or error}; stop what uses the "
-                "port, or set router_listen to another address"
-            ) from None
+            raise listening.refused("router_listen", listen, error) from None
         yield _with_port(listen, runner.addresses[0][1])
     finally:
         await runner.cleanup()

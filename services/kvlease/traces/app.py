@@ -13,8 +13,8 @@ from typing import Any
 from aiohttp import web
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-from kvlease import rpc, serving
-from kvlease.config import ConfigError, Settings
+from kvlease import listening, rpc, serving
+from kvlease.config import Settings
 from kvlease.traces import jaeger
 from kvlease.traces.buffer import Buffer
 from kvlease.traces.forward import Forwarder
@@ -30,7 +30,7 @@ async def serve_traces(
     """Takes spans on ``traces_listen`` and queries on ``traces_http_listen`` until
     ``stop`` is set; ``ready`` is told both addresses, as ``traces_otlp`` and ``traces``.
 
-    Raises :class:`ConfigError` if an address cannot be listened on.
+    Raises :class:`~kvlease.config.ConfigError` if an address cannot be listened on.
     """
     buffer = Buffer(settings.traces_kept)
     forwarder = Forwarder(settings.traces_forward) if settings.traces_forward else None
@@ -39,7 +39,7 @@ async def serve_traces(
         _Receiver(buffer, forwarder), server.grpc
     )
     try:
-        port = await server.start(settings.traces_listen)
+        port = await server.start(settings.traces_listen, "traces_listen")
         async with _http(_app(buffer), settings.traces_http_listen) as http_port:
             await server.set_ready(True)
             ready("traces_otlp", _with_port(settings.traces_listen, port))
@@ -145,7 +145,7 @@ def _error(status: int, message: str) -> web.Response:
 
 @contextlib.asynccontextmanager
 async def _http(app: web.Application, listen: str) -> AsyncIterator[int]:
-    """Listens; the port. Raises :class:`ConfigError`."""
+    """Listens; the port. Raises :class:`~kvlease.config.ConfigError`."""
     host, _, port = listen.rpartition(":")
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=STOP_GRACE_S)
     await runner.setup()
@@ -154,10 +154,7 @@ async def _http(app: web.Application, listen: str) -> AsyncIterator[int]:
         try:
             await site.start()
         except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {listen}: {error.strerror or error}; stop what uses the "
-                "port, or set traces_http_listen to another address"
-            ) from None
+            raise listening.refused("traces_http_listen", listen, error) from None
         yield runner.addresses[0][1]
     finally:
         await runner.cleanup()
