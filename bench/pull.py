@@ -5,10 +5,11 @@ history's KV cache comes from:
     local       the prefill engine's own prefix cache
     reuse       the decode engine, claimed and pulled by the pull policy
 
-    python bench/pull.py [--histories 2000,4000,8000] [--rounds 5] [--model DIR]
+    python bench/pull.py [--histories 2000,4000,8000] [--rounds 5] [--recompute-rounds 2]
 
 Each round runs all three on the same engines (CPU; the small model unless --model), in the
-order recompute, reuse, local, with new tokens that are new each time. Prints the medians,
+order recompute (in the first rounds only: it takes long), reuse, local, with new tokens that
+are new each time. Prints the medians, with the least and the most of the rounds,
 and what the prefill engine expected of each pull beside what it took; writes all runs to
 build/pull.json. Ends with 1 if, on the longest history, the median of reuse is above that
 of local, or if a turn that should hit does not.
@@ -79,8 +80,8 @@ class Bench:
         """Ids of printable characters, which every tokenizer has."""
         return self._random.choices(PRINTABLE, k=count)
 
-    def round(self, history: Sequence[int], number: int) -> list[Run]:
-        """All three modes, once, in a conversation of their own."""
+    def round(self, history: Sequence[int], number: int, *, recompute: bool = True) -> list[Run]:
+        """All three modes (or two), once, in a conversation of their own."""
         conversation = f"pull-{len(history)}-{number}-{time.time_ns():x}"
         first = self.turn(history, conversation)
         told = [*history, *first.ids]
@@ -95,8 +96,10 @@ class Bench:
                 *(answer.reused_tokens, costs),
             )
 
-        self.forget()
-        runs = [run("recompute", headers=OFF)]
+        runs = []
+        if recompute:
+            self.forget()
+            runs.append(run("recompute", headers=OFF))
         self.forget()
         runs.append(run("reuse", conversation=conversation, headers={"x-kvlease-end": "true"}))
         # Now the prefill engine has the history in its cache.
@@ -121,7 +124,8 @@ class Bench:
         }
         request = post(self._router + "/v1/completions", body, headers or {})
         started = time.perf_counter()
-        ttft_s, answered = 0.0, []
+        ttft_s = 0.0
+        answered: list[int] = []
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
             for line in response:
                 if not line.startswith(b"data: {"):
@@ -180,11 +184,13 @@ def report(runs: Sequence[Run], histories: Sequence[int]) -> list[str]:
         if run.mode == "reuse" and run.outcome != "hit"
     ]
     columns = ("history", *MODES, "recompute/reuse", "reuse/local", "pull", "expected", "compute")
-    print("".join(f"{column:>17}" for column in columns))
+    print("".join(f"{column:>20}" for column in columns))
     for history in histories:
         of = {m: [r for r in runs if r.history == history and r.mode == m] for m in MODES}
         ttft = {mode: statistics.median(r.ttft_s for r in of[mode]) for mode in MODES}
-        cells = [f"{history:,}", *(f"{ttft[mode]:.3f} s" for mode in MODES)]
+        spread = {m: [round(f([r.ttft_s for r in of[m]]), 2) for f in (min, max)] for m in MODES}
+        cells = [f"{history:,}"]
+        cells += [f"{ttft[m]:.2f} s {spread[m][0]}-{spread[m][1]}" for m in MODES]
         cells += [
             f"{ttft['recompute'] / ttft['reuse']:.1f}",
             f"{ttft['reuse'] / ttft['local']:.2f}",
@@ -192,7 +198,7 @@ def report(runs: Sequence[Run], histories: Sequence[int]) -> list[str]:
         for name in COSTS:
             known = [r.costs[name] for r in of["reuse"] if r.costs[name] > 0]
             cells.append(f"{statistics.median(known):.3f} s" if known else "-")
-        print("".join(f"{cell:>17}" for cell in cells))
+        print("".join(f"{cell:>20}" for cell in cells))
     longest = [r for r in runs if r.history == histories[-1]]
     reuse, local = (
         statistics.median(r.ttft_s for r in longest if r.mode == mode)
@@ -209,6 +215,7 @@ def main() -> None:
     )
     parser.add_argument("--histories", default="2000,4000,8000", help="tokens")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--recompute-rounds", type=int, default=2, help="at least one")
     parser.add_argument("--model", type=Path, help="a model's directory")
     parser.add_argument("--json", type=Path, default=Path("build/pull.json"))
     parser.add_argument("--seed", type=int, default=1)
@@ -221,17 +228,22 @@ def main() -> None:
             model=options.model,
             env={**os.environ, "VLLM_SERVER_DEV_MODE": "1"},  # /reset_prefix_cache
         )
-        with Stack(stack_options, progress=lambda line: print(f"pull: {line}")) as stack:
+        with Stack(
+            stack_options, progress=lambda line: print(f"pull: {line}", flush=True)
+        ) as stack:
             bench = Bench(stack, options.seed)
             bench.round(bench.tokens(1000), -2)  # warm up: engines, handshake, averages
             bench.round(bench.tokens(1000), -1)
             prompts = {size: bench.tokens(size) for size in histories}
-            for number in range(options.rounds):
-                for size in histories:
-                    found = bench.round(prompts[size], number)
+            for size in histories:
+                for number in range(options.rounds):
+                    found = bench.round(
+                        prompts[size], number, recompute=number < options.recompute_rounds
+                    )
                     print(
                         f"pull: round {number}, {size} tokens: "
-                        + ", ".join(f"{r.mode} {r.ttft_s:.3f} s ({r.outcome})" for r in found)
+                        + ", ".join(f"{r.mode} {r.ttft_s:.3f} s ({r.outcome})" for r in found),
+                        flush=True,
                     )
                     runs += found
     options.json.parent.mkdir(parents=True, exist_ok=True)
