@@ -179,6 +179,16 @@ class Settings(BaseModel):
         "",
         description='JSON file {"<api key>": "<tenant>"}; empty: every request is tenant "default"',
     )
+    ui: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="the page /ui, which shows every tenant's conversations without a key: on, "
+        "off, or auto (on where there is no api_keys_file)",
+    )
+    jaeger_url: str = Field(
+        "",
+        description="base URL of Jaeger's pages, as browsers reach it: /ui links to traces there; "
+        "empty: nowhere",
+    )
     start_turn_timeout: float = Field(
         0.04, gt=0, description="a turn is routed without the lease service's answer after that"
     )
@@ -221,6 +231,13 @@ class Settings(BaseModel):
             if value and not (host and port.isascii() and port.isdigit() and int(port) < 2**16):
                 raise ValueError(f"{part.strip()!r} is not host:port with a port up to 65535")
         return value
+
+    @field_validator("jaeger_url")
+    @classmethod
+    def _web_address(cls, value: str) -> str:
+        if value and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", value):
+            raise ValueError("it must look like http://host:16686 or https://host/path")
+        return value.rstrip("/")
 
     @field_validator("etcd_prefix")
     @classmethod

@@ -1,7 +1,7 @@
 """docs/grpcurl.md: every command on it is run, and prints what the page says: the same
 fields, the same kinds of values.
 
-``KVLEASE_WRITE_PAGES=1 pytest tests/services/test_grpcurl_page.py`` writes what was
+``WRITE_PAGES=1 pytest tests/services/test_grpcurl_page.py`` writes what was
 printed into the page.
 """
 
@@ -185,7 +185,7 @@ async def test_every_command_prints_what_the_page_says(stack: Stack) -> None:
     found = commands()
     assert len(found) >= 10
     printed = [await asyncio.to_thread(run, command.line, addresses) for command in found]
-    if os.environ.get("KVLEASE_WRITE_PAGES") == "1":
+    if os.environ.get("WRITE_PAGES") == "1":
         _write(printed, {real: shown for shown, real in addresses.items()})
     for command, output in zip(commands(), printed, strict=True):
         assert shape(output) == shape(command.printed), command.line

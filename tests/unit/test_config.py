@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
         ("registry_listen=127.0.0.1:99999", "host:port with a port up to 65535"),
         ("metrics_listen=foo", "host:port"),
         ("lease_endpoint=a:b", "host:port"),
+        ("jaeger_url=javascript:alert(1)", "must look like http://host:16686"),
         ("etcd_prefix=foo", "must look like /name"),
         ("etcd_prefix=/a//b", "must look like /name"),
         ("max_retention=inf", "finite"),
@@ -39,6 +40,7 @@ def test_a_setting_that_cannot_be_used_is_named(assignment: str, sentence: str) 
         "etcd_endpoints=http://127.0.0.1:2379/",
         "registry_listen=[::]:7401",
         "metrics_listen=",
+        "jaeger_url=https://traces.example/jaeger/",
         "etcd_prefix=/clusters/a/",
     ],
 )
