@@ -6,8 +6,10 @@ import re
 from pathlib import Path
 
 import click
+import grpc
 import pytest
 from click.testing import CliRunner
+from rich.table import Table
 
 from kvlease.cli import services, tables
 from kvlease.cli.main import cli, main
@@ -157,3 +159,30 @@ def test_config_errors_of_stacks_name_what_to_do(
     with pytest.raises(SystemExit):
         main(["up", "--dir", str(tmp_path / "stack"), "--engines", "none"])
     assert "there is no etcd in PATH" in capsys.readouterr().err
+
+
+def test_a_watch_shows_what_it_knew_and_the_problem_during_an_outage(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tables, "_WATCH_EVERY_S", 0.0)
+    steps = iter([["decode-0"], grpc.RpcError(), KeyboardInterrupt()])
+
+    def fetch() -> list[str]:
+        step = next(steps)
+        if isinstance(step, BaseException):
+            raise step
+        return step
+
+    def table(names: list[str]) -> Table:
+        shown = tables.new("engine", title="engines")
+        for name in names:
+            shown.add_row(name)
+        return shown
+
+    with pytest.raises(KeyboardInterrupt):
+        tables.show(
+            fetch, table, as_json=False, watch=True, sentence=lambda _: "no registry answers"
+        )
+    shown = capsys.readouterr().out
+    assert "decode-0" in shown
+    assert "as it was before this: no registry answers" in shown

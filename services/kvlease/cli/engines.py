@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 
 import click
@@ -33,7 +34,15 @@ def engines(addresses: services.Addresses, model: str, as_json: bool, watch: boo
     """Shows the registered engines and their KV blocks: in all, kept for leases, free."""
     with services.connection("registry", addresses.registry, addresses.tls) as channel:
         stub = registry_pb2_grpc.RegistryStub(channel)
-        tables.show(lambda: list_engines(stub, model), _table, as_json=as_json, watch=watch)
+        tables.show(
+            lambda: list_engines(stub, model),
+            _table,
+            as_json=as_json,
+            watch=watch,
+            sentence=functools.partial(
+                services.sentence, "registry", addresses.registry, addresses.tls
+            ),
+        )
 
 
 def list_engines(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 
 import click
@@ -41,7 +42,15 @@ def leases(
         wanted = lease_pb2.ListLeasesRequest(
             tenant=tenant, model=model, holder_engine_id=engine_id, page_size=1000
         )
-        tables.show(lambda: _list_leases(stub, wanted), _table, as_json=as_json, watch=watch)
+        tables.show(
+            lambda: _list_leases(stub, wanted),
+            _table,
+            as_json=as_json,
+            watch=watch,
+            sentence=functools.partial(
+                services.sentence, "lease service", addresses.lease, addresses.tls
+            ),
+        )
 
 
 def _list_leases(

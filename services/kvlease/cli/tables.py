@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
+import grpc
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from kvlease.cli.services import as_dict
 
@@ -25,23 +27,47 @@ def show(
     *,
     as_json: bool,
     watch: bool,
+    sentence: Callable[[grpc.RpcError], str],
 ) -> None:
     """Prints what ``fetch`` returns (messages), once or, with ``watch``, every second
-    until Ctrl-C: as a table, or as one JSON array (a line each with ``watch``)."""
-    if as_json:
-        while True:
-            click.echo(_json(fetch(), indent=None if watch else 2))
-            if not watch:
-                return
-            time.sleep(_WATCH_EVERY_S)
-    console = new_console()
+    until Ctrl-C: as a table, or as one JSON array (a line each with ``watch``).
+
+    A watch goes on through an outage, and says so in a ``sentence``: below the table, or
+    on stderr. Only if the first call fails its grpc.RpcError is raised.
+    """
     if not watch:
-        console.print(table(fetch()))
-        return
-    with Live(table(fetch()), console=console, auto_refresh=False) as live:
-        while True:
-            time.sleep(_WATCH_EVERY_S)
-            live.update(table(fetch()), refresh=True)
+        found = fetch()
+        if as_json:
+            click.echo(_json(found, indent=2))
+        else:
+            new_console().print(table(found))
+    elif as_json:
+        told = ""
+        for found, problem in _watched(fetch, sentence):
+            if not problem:
+                click.echo(_json(found, indent=None))
+            elif problem != told:
+                click.echo(f"kvlease: {problem}; asking again every second", err=True)
+            told = problem
+    else:
+        with Live(console=new_console(), auto_refresh=False) as live:
+            for found, problem in _watched(fetch, sentence):
+                below = [Text(f"as it was before this: {problem}")] if problem else []
+                live.update(Group(table(found), *below), refresh=True)
+
+
+def _watched(
+    fetch: Callable[[], list[Any]], sentence: Callable[[grpc.RpcError], str]
+) -> Iterator[tuple[list[Any], str]]:
+    """What there is, every second; in an outage what there was, and the problem."""
+    found, problem = fetch(), ""
+    while True:
+        yield found, problem
+        time.sleep(_WATCH_EVERY_S)
+        try:
+            found, problem = fetch(), ""
+        except grpc.RpcError as error:
+            problem = sentence(error)
 
 
 def new_console() -> Console:
