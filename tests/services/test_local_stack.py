@@ -156,8 +156,10 @@ def test_detached_it_outlives_the_command_and_down_ends_exactly_it(tmp_path: Pat
         endpoints = json.loads((directory / "endpoints.json").read_text())
         assert endpoints["etcd"] is None
         assert all(map(runs, pids(endpoints)))
+        none_yet = kvlease("trace", "last", "--dir", str(directory))
+        assert f"there is no such turn at {endpoints['traces']} yet" in none_yet.stderr
         ended = kvlease("down", "--json", "--dir", str(directory))
-        assert json.loads(ended.stdout) == ["services"]
+        assert sorted(json.loads(ended.stdout)) == ["services", "traces"]
         assert not any(map(runs, pids(endpoints)))
         assert not (directory / "endpoints.json").exists()
         assert processes.is_alive(identity)
