@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -97,15 +97,23 @@ class Subscription(Generic[Record]):
 
 
 class Mirror(Generic[Record]):
-    """The records under ``prefix``. ``parse`` turns a stored value into a record."""
+    """The records under ``prefix``. ``parse`` turns a stored value into a record;
+    ``topics`` tells what a record is about, for those who subscribe to one topic."""
 
-    def __init__(self, store: Store, prefix: str, parse: Callable[[bytes], Record]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        prefix: str,
+        parse: Callable[[bytes], Record],
+        topics: Callable[[Record], Iterable[str]] = lambda _: (),
+    ) -> None:
         self._store = store
         self._prefix = prefix
         self._parse = parse
+        self._topics = topics
         self._entries: dict[str, Entry[Record]] = {}
         self._written: dict[str, tuple[int, Entry[Record] | None]] = {}
-        self._subscriptions: set[Subscription[Record]] = set()
+        self._subscriptions: dict[str, set[Subscription[Record]]] = {}
         self._ended = False
         self._fence_key = prefix + _FENCE
         self._fence_revision = 0
@@ -128,8 +136,7 @@ class Mirror(Generic[Record]):
     def end_subscriptions(self) -> None:
         """Ends every subscription, also those to come: the server is about to stop."""
         self._ended = True
-        for subscription in self._subscriptions:
-            subscription._push(None)
+        self._push(self._subscriptions, None)
 
     def get(self, key: str) -> Entry[Record] | None:
         """The record as last seen."""
@@ -158,17 +165,20 @@ class Mirror(Generic[Record]):
         return sorted(found, key=lambda entry: entry.item.key)
 
     @contextlib.contextmanager
-    def subscribe(self) -> Iterator[Subscription[Record]]:
-        """Changes from now on. What :meth:`entries` returns before the next ``await``
-        belongs to the same moment."""
+    def subscribe(self, topic: str = "") -> Iterator[Subscription[Record]]:
+        """Changes from now on; with a topic only those of records that are, or were, about
+        it. What :meth:`entries` returns before the next ``await`` belongs to the same
+        moment."""
         subscription: Subscription[Record] = Subscription()
         if self._ended:
             subscription._push(None)
-        self._subscriptions.add(subscription)
+        self._subscriptions.setdefault(topic, set()).add(subscription)
         try:
             yield subscription
         finally:
-            self._subscriptions.discard(subscription)
+            self._subscriptions[topic].discard(subscription)
+            if not self._subscriptions[topic]:
+                del self._subscriptions[topic]
 
     async def fence(self) -> None:
         """Waits until everything that was written before this call is in the mirror.
@@ -195,7 +205,7 @@ class Mirror(Generic[Record]):
             case Synced():
                 self._written.clear()  # what they told may have been skipped
                 if self._synced.is_set():
-                    self._publish(Change("", None, None, after_gap=True))
+                    self._push(self._subscriptions, Change("", None, None, after_gap=True))
                 self._synced.set()
             case Changed(item) if item.key == self._fence_key:
                 self._fence_revision = item.revision
@@ -223,5 +233,13 @@ class Mirror(Generic[Record]):
         self._publish(Change(item.key, before.record if before else None, entry.record))
 
     def _publish(self, change: Change[Record]) -> None:
-        for subscription in self._subscriptions:
-            subscription._push(change)
+        topics = {""}
+        for record in (change.before, change.after):
+            if record is not None:
+                topics.update(self._topics(record))
+        self._push(topics, change)
+
+    def _push(self, topics: Iterable[str], change: Change[Record] | None) -> None:
+        for topic in topics:
+            for subscription in self._subscriptions.get(topic, ()):
+                subscription._push(change)

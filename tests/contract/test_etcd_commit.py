@@ -16,6 +16,7 @@ from tcp_proxy import TcpProxy
 from kvlease.config import Settings
 from kvlease.store import Store, open_store
 from kvlease.store.base import (
+    MAX_COMMIT_KEYS,
     Changed,
     Committed,
     Conflict,
@@ -328,3 +329,58 @@ async def test_over_a_network_that_keeps_breaking_what_is_told_is_what_happened(
     assert Synced() in watcher.events
     assert told <= written <= told | unknown
     assert len(told) > 20
+
+
+# Commits that go to etcd together
+
+
+async def test_commits_that_are_made_at_once_share_transactions(
+    shared_etcd: Etcd, lossy: Lossy
+) -> None:
+    await lossy.store.check()
+    before = await asyncio.to_thread(shared_etcd.requests, "Txn")
+    results = await asyncio.gather(
+        *(lossy.store.commit({f"/{i}": 0}, [Put(f"/{i}", b"x")]) for i in range(50))
+    )
+    assert await asyncio.to_thread(shared_etcd.requests, "Txn") - before <= 10
+    revisions = {item.key: item.revision for item in await lossy.other.list("/")}
+    assert revisions == {
+        f"/{i}": r.revision for i, r in enumerate(results) if isinstance(r, Committed)
+    }
+
+
+async def test_of_commits_made_at_once_each_has_its_own_result(lossy: Lossy) -> None:
+    revision = await put(lossy.other, "/old", b"1")
+    ended = await lossy.store.open_session(60)
+    await lossy.store.close_session(ended)
+    conflict, lost, written = await asyncio.gather(
+        lossy.store.commit({"/old": 0}, [Put("/old", b"2")]),
+        lossy.store.commit({}, [Put("/lost", b"1", ended)]),
+        lossy.store.commit({"/old2": 0}, [Put("/old2", b"2")]),
+        return_exceptions=True,
+    )
+    assert conflict == Conflict({"/old": Versioned("/old", b"1", revision)})
+    assert isinstance(lost, SessionLost)
+    assert isinstance(written, Committed)
+    assert [item.key for item in await lossy.other.list("/")] == ["/old", "/old2"]
+
+
+async def test_commits_of_one_key_made_at_once_exclude_each_other(lossy: Lossy) -> None:
+    results = await asyncio.gather(
+        *(lossy.store.commit({"/a": 0}, [Put("/a", b"%d" % i)]) for i in range(20))
+    )
+    assert sum(isinstance(result, Committed) for result in results) == 1
+
+
+async def test_large_commits_made_at_once_are_all_written(lossy: Lossy) -> None:
+    # Given commits that together have more bytes, and more keys, than etcd takes at once.
+    results = await asyncio.gather(
+        *(lossy.store.commit({}, [Put(f"/{i}", bytes([i]) * 900_000)]) for i in range(4)),
+        *(
+            lossy.store.commit({}, [Put(f"/{i}/{j}", b"x") for j in range(MAX_COMMIT_KEYS)])
+            for i in range(4)
+        ),
+        *(lossy.store.commit({}, [Put(f"/s{i}", b"x")]) for i in range(200)),
+    )
+    assert all(isinstance(result, Committed) for result in results)
+    assert len(await lossy.other.list("/")) == 4 + 4 * MAX_COMMIT_KEYS + 200

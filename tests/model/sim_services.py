@@ -18,10 +18,9 @@ from sim_store import StoreClient, StoreCore
 
 from kvlease import serving
 from kvlease.config import Settings
-from kvlease.lease import keys
 from kvlease.lease.buckets import Buckets
 from kvlease.lease.history import History
-from kvlease.lease.knowledge import Knowledge, LeaseView
+from kvlease.lease.knowledge import Knowledge, mirror_of_leases
 from kvlease.lease.records import Records
 from kvlease.lease.rules import Limits
 from kvlease.lease.server import LeaseServer
@@ -104,7 +103,7 @@ class LeaseReplica(Service):
     """A replica of the lease service, put together as ``kvlease.lease.app`` does it."""
 
     def build(self, process: Process, store: StoreClient) -> None:
-        leases: Mirror[LeaseView] = Mirror(store, keys.LEASES, LeaseView.parse)
+        leases = mirror_of_leases(store)
         engines: Mirror[Engine] = Mirror(store, registry_keys.ENGINES, parse_engine)
         monitor = serving.StoreMonitor(store, _Health(), [leases, engines])  # type: ignore[arg-type]
         limits = Limits.of(self.settings)

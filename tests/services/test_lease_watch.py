@@ -21,7 +21,7 @@ from control_plane import (
 )
 
 from kvlease.lease import watches
-from kvlease.lease.knowledge import LeaseView
+from kvlease.lease.knowledge import LeaseView, mirror_of_leases
 from kvlease.mirror import Change, Mirror
 from kvlease.store.base import Changed, Synced, Versioned
 from kvlease.store.memory import MemoryStore
@@ -179,14 +179,14 @@ async def test_a_client_that_vanishes_leaves_nothing_behind(
     mirrors: set[Mirror[Any]] = set()
     subscribe = Mirror.subscribe
 
-    def spy(mirror: Mirror[Any]) -> Any:
+    def spy(mirror: Mirror[Any], topic: str = "") -> Any:
         mirrors.add(mirror)
-        return subscribe(mirror)
+        return subscribe(mirror, topic)
 
     monkeypatch.setattr(Mirror, "subscribe", spy)
 
     def subscriptions() -> int:
-        return sum(len(mirror._subscriptions) for mirror in mirrors)
+        return sum(len(each) for mirror in mirrors for each in mirror._subscriptions.values())
 
     call = plane.lease.WatchLeases(lease_pb2.WatchLeasesRequest())
     await call.read()
@@ -218,7 +218,7 @@ def test_a_gap_is_passed_on() -> None:
 
 async def test_a_watch_that_may_have_missed_something_ends() -> None:
     # given a watch of a mirror, whose store loses a part of its history
-    mirror: Mirror[LeaseView] = Mirror(MemoryStore(), "/leases/", LeaseView.parse)
+    mirror = mirror_of_leases(MemoryStore())
     mirror._apply(Synced())
     events = watches.events(mirror, "s")
     assert (await anext(events)).kind == SYNCED

@@ -20,7 +20,7 @@ from lease_builders import (
 
 from kvlease.lease import claims, keys, rules
 from kvlease.lease.buckets import USE_PUTS, USE_S, Buckets
-from kvlease.lease.knowledge import Knowledge, LeaseView
+from kvlease.lease.knowledge import Knowledge, LeaseView, mirror_of_leases
 from kvlease.lease.records import BOTH, INFO, LEASE, Records
 from kvlease.lease.rules import State
 from kvlease.mirror import Change, Mirror, Subscription
@@ -82,7 +82,7 @@ class Replica:
     """One lease service's records on a store."""
 
     def __init__(self, store: Any) -> None:
-        self.leases: Mirror[LeaseView] = Mirror(store, keys.LEASES, LeaseView.parse)
+        self.leases = mirror_of_leases(store)
         engines: Mirror[Engine] = Mirror(store, registry_keys.ENGINES, Engine.FromString)
         self._mirrors = (self.leases, engines)
         self._tasks = [asyncio.create_task(mirror.run()) for mirror in self._mirrors]

@@ -175,3 +175,31 @@ def test_a_removal_that_was_not_seen_is_passed_on_as_such() -> None:
         mirror._apply(Removed("/x/1", item, after_gap=True))
         change = changes._queue.get_nowait()
     assert change == Change("/x/1", Lease(lease_id="l1"), None, after_gap=True)
+
+
+async def test_a_subscriber_to_a_topic_sees_what_is_and_what_was_about_it(
+    store: MemoryStore,
+) -> None:
+    # given a mirror whose records are about their holders
+    mirror: Mirror[Lease] = Mirror(
+        store, "/x/", Lease.FromString, lambda lease: [lease.holder_session_id]
+    )
+    task = asyncio.create_task(mirror.run())
+
+    async def write(lease_id: str, holder: str) -> None:
+        record = Lease(lease_id=lease_id, holder_session_id=holder)
+        await store.commit({}, [Put("/x/k", record.SerializeToString())])
+
+    with mirror.subscribe("s") as changes, mirror.subscribe() as all_changes:
+        # when a record is another's, then ours, then another's, then gone
+        for lease_id, holder in (("a", "t"), ("b", "s"), ("c", "t"), ("d", "t")):
+            await write(lease_id, holder)
+        await mirror.fence()
+        mirror.end_subscriptions()
+        ours = [change.after and change.after.lease_id async for change in changes]
+        everything = [change.after and change.after.lease_id async for change in all_changes]
+    # then we are told when it becomes ours and when it stops being it
+    assert ours == ["b", "c"]
+    assert everything == ["a", "b", "c", "d"]
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

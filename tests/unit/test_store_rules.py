@@ -83,9 +83,14 @@ class TestAttempt:
         assert attempt.made(["/a"])
         assert attempt.made(["/b", "/a"])
         assert not attempt.made(["/b"])
-        assert not attempt.made(["/a", "/c"])
+        assert not attempt.made(["/c"])
         assert not attempt.made(["/a", Versioned("/b", b"1", 12)])
         assert not attempt.made([])
+
+    def test_what_was_written_together_with_others_is_ours_too(self) -> None:
+        others = ["/c", Versioned("/d", b"1", 12)]
+        assert self.attempt(Delete("/a"), expect={"/a": 3}).made(["/a", *others])
+        assert self.attempt(Put("/b", b"1")).made([Versioned("/b", b"1", 12), *others])
 
 
 class TestErrors:

@@ -7,11 +7,10 @@ import os
 
 from kvlease import rpc, serving, tls
 from kvlease.config import Settings
-from kvlease.lease import keys
 from kvlease.lease.buckets import Buckets
 from kvlease.lease.departures import Departures
 from kvlease.lease.history import History
-from kvlease.lease.knowledge import Knowledge, LeaseView
+from kvlease.lease.knowledge import Knowledge, mirror_of_leases
 from kvlease.lease.metrics import LeasesCollector
 from kvlease.lease.records import Records
 from kvlease.lease.rules import Limits
@@ -39,7 +38,7 @@ async def serve_lease(
     # Spans that go nowhere cost as much as those that do.
     telemetry = Telemetry("kvlease-lease-service") if os.environ.get(ENDPOINT_ENV) else None
     server = rpc.Server([SERVICE], tls.of(settings))
-    leases: Mirror[LeaseView] = Mirror(store, keys.LEASES, LeaseView.parse)
+    leases = mirror_of_leases(store)
     engines: Mirror[Engine] = Mirror(store, registry_keys.ENGINES, parse_engine)
     monitor = serving.StoreMonitor(store, server, [leases, engines])
     limits = Limits.of(settings)

@@ -45,6 +45,11 @@ class LeaseView:
         return cls(Lease.FromString(value))
 
 
+def mirror_of_leases(store: Store) -> Mirror[LeaseView]:
+    """All leases; the topics are the sessions that a record concerns."""
+    return Mirror(store, keys.LEASES, LeaseView.parse, lambda view: view.sessions)
+
+
 @dataclass(frozen=True, slots=True)
 class Known:
     """A conversation's records as this replica knows them.

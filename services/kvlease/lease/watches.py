@@ -37,7 +37,7 @@ async def events(
     The caller passes :meth:`~kvlease.mirror.Mirror.fence` first. Raises
     :class:`~kvlease.mirror.FellBehind`.
     """
-    with leases.subscribe() as changes:
+    with leases.subscribe(session_id) as changes:
         for entry in leases.entries():
             there = event(Change(entry.item.key, None, entry.record), session_id)
             if there is not None:

@@ -88,3 +88,4 @@ class EtcdStore:
     async def close(self) -> None:
         await self._members.close()
         await self._renewals.close()
+        await self._commits.close()

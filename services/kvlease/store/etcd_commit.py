@@ -27,6 +27,7 @@ from kvlease.store.base import (
 from kvlease.store.etcd_api import Message, at_revision, pb, prefix_end, ranges_by_key
 from kvlease.store.etcd_channel import Members, left_s
 from kvlease.store.etcd_errors import EtcdError, Kind
+from kvlease.store.etcd_group import Answer, Group
 from kvlease.store.etcd_session import grant
 from kvlease.store.etcd_settle import Attempt, Change
 
@@ -42,6 +43,7 @@ class Commits:
 
     def __init__(self, members: Members) -> None:
         self._members = members
+        self._group = Group(members)
         self._fence = self._new_fence()
 
     async def commit(
@@ -49,12 +51,11 @@ class Commits:
     ) -> Committed | Conflict:
         """As :meth:`Store.commit`."""
         deadline = self._members.deadline()
+        again = False
         while True:
             attempt = Attempt(expect, writes, self._fence, self._members.revision)
             try:
-                response = await self._members.call(
-                    "Txn", self._transaction(attempt), safe=False, deadline=deadline
-                )
+                answer = await self._send(attempt, deadline, alone=again)
             except EtcdError as error:
                 if error.kind is Kind.NO_SESSION:
                     raise SessionLost(_ended(writes)) from None
@@ -63,15 +64,30 @@ class Commits:
                 committed = await self._settle(attempt, deadline, error)
                 if committed is not None:
                     return committed
-                continue  # it was not applied and never will be
-            if response.succeeded:
-                return Committed(response.header.revision)
-            fence, *ranges = response.responses
+                again = True  # it was not applied and never will be
+                continue
+            if answer.succeeded:
+                return Committed(answer.revision)
+            fence, *ranges = answer.responses
             # With the fence up the comparison says nothing about the keys: somebody else
             # is settling a commit. The next try has another fence.
             if not fence.response_range.kvs:
                 return Conflict(ranges_by_key(self._members.keyspace, list(expect), ranges))
             self._leave(attempt.fence)
+            again = True
+
+    async def close(self) -> None:
+        """Waits for what is under way; after the members' end."""
+        await self._group.close()
+
+    async def _send(self, attempt: Attempt, deadline: float, *, alone: bool) -> Answer:
+        """``alone``: little may be left until the deadline, so nobody shares it."""
+        transaction = self._transaction(attempt)
+        if alone:
+            return await self._group.send_alone(transaction, deadline)
+        return await self._group.send(
+            transaction, frozenset((*attempt.expect, *attempt.keys)), deadline
+        )
 
     def _transaction(self, attempt: Attempt) -> Message:
         keyspace, fence = self._members.keyspace, attempt.fence

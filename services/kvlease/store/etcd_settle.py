@@ -42,7 +42,8 @@ class Attempt:
         return None if self.writes else 0
 
     def made(self, changes: Sequence[Change]) -> bool:
-        """Whether ``changes``, all those of one revision, are this attempt's.
+        """Whether ``changes``, all those of one revision, include this attempt's: it may
+        have been applied together with others.
 
         Values of :class:`Put` are unique (:meth:`Store.commit`), so one tells. Of a
         deletion by itself nobody can tell whose it was: one of the same keys counts.
@@ -50,8 +51,14 @@ class Attempt:
         if any(isinstance(write, Put) for write in self.writes):
             items = [change for change in changes if isinstance(change, Versioned)]
             return any(_wrote(write, item) for write in self.writes for item in items)
+        ours = [change for change in changes if _key(change) in self.keys]
         must = {key for key in self.keys if self.expect.get(key)}
-        return bool(changes) and must <= set(changes) <= set(self.keys)
+        # Deletions only: each of these is a key.
+        return bool(ours) and must <= set(ours) <= set(self.keys)
+
+
+def _key(change: Change) -> str:
+    return change.key if isinstance(change, Versioned) else change
 
 
 def _wrote(write: Write, item: Versioned) -> bool:
