@@ -1,4 +1,5 @@
-"""The waterfall of a real turn: starts a stack, runs three turns, prints the last trace.
+"""The waterfall of a real turn: starts a stack, runs three turns, has `kvlease trace` show
+the last one.
 
 .venv/bin/python bench/waterfall.py            # about a minute
 .venv/bin/python bench/waterfall.py --chars 6000
@@ -7,47 +8,27 @@
 from __future__ import annotations
 
 import argparse
-import os
+import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from engines.turns import Client, new_conversation, text
-from otlp_receiver import Receiver, Span, receiving
 
 from kvlease.cli.parts import Options
 from kvlease.cli.stack import Stack
-from kvlease.cli.waterfall import Bar, render
-
-NOTES = {
-    "turn": ("kvlease.outcome", "kvlease.prompt_tokens", "kvlease.reused_tokens"),
-    "lease.claim": ("kvlease.outcome", "kvlease.usable_tokens"),
-    "kv.pull": ("kvlease.tokens", "kvlease.bytes", "kvlease.source_engine"),
-    "lease.grant": ("kvlease.tokens", "kvlease.blocks"),
-}
-
-
-def note(span: Span) -> str:
-    """The attributes that matter most, without their prefix."""
-    wanted = [name for name in NOTES.get(span.name, ()) if name in span.attributes]
-    return ", ".join(f"{name.split('.')[-1]} {span.attributes[name]}" for name in wanted)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--chars", type=int, default=4000, help="length of the first prompt")
     chars = parser.parse_args().chars
-    with tempfile.TemporaryDirectory() as directory, receiving() as receiver:
-        options = Options(
-            directory=Path(directory),
-            prefill_prefix_cache=False,
-            env={**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint},
-        )
+    with tempfile.TemporaryDirectory() as directory:
+        options = Options(directory=Path(directory), prefill_prefix_cache=False, traces=True)
         with Stack(options, progress=lambda line: print(line, file=sys.stderr)) as stack:
-            print(show(receiver, run(Client(stack.endpoints["router_http"], "model"), chars)))
+            print(show(stack, run(Client(stack.endpoints["router_http"], "model"), chars)))
 
 
 def run(client: Client, chars: int) -> str:
@@ -63,13 +44,16 @@ def run(client: Client, chars: int) -> str:
     return client.chat(messages, conversation).trace_id
 
 
-def show(receiver: Receiver, trace_id: str) -> str:
-    receiver.wait_for(trace_id, "turn", "decode", "kv.pull", "lease.grant", timeout_s=20)
-    time.sleep(6)  # vLLM exports its own spans every five seconds
-    return render(
-        Bar(s.name, s.span_id, s.parent_id, s.start_ns / 1e9, s.end_ns / 1e9, note(s))
-        for s in receiver.trace(trace_id)
-    )
+def show(stack: Stack, trace_id: str) -> str:
+    """What `kvlease trace` prints."""
+    command = [sys.executable, "-m", "kvlease.cli", "trace", trace_id]
+    return subprocess.run(
+        [*command, "--dir", str(stack.options.directory)],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=True,
+    ).stdout
 
 
 if __name__ == "__main__":
