@@ -186,3 +186,24 @@ def test_a_watch_shows_what_it_knew_and_the_problem_during_an_outage(
     shown = capsys.readouterr().out
     assert "decode-0" in shown
     assert "as it was before this: no registry answers" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--prefill", "2"], "--prefill has no effect with --engines none"),
+        (["--engine-arg", "--x"], "--engine-arg has no effect with --engines none"),
+        (["--set", "router_listen=127.0.0.1:8000"], "router_listen has no effect on a local stack"),
+        (["--set", "lease_endpoint=10.0.0.5:7402"], "lease_endpoint has no effect"),
+        (["--set", "etcd_endpoints=10.0.0.5:2379"], "etcd that runs already with --etcd HOST:PORT"),
+        (["--set", "etcd_ca=ca.pem"], "etcd that runs already with --etcd HOST:PORT"),
+    ],
+)
+def test_up_refuses_what_would_have_no_effect(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    stack = ["--store", "memory", "--engines", "none", "--dir", str(tmp_path)]
+    with pytest.raises(SystemExit) as exit_info:
+        main(["up", *stack, *arguments])
+    assert exit_info.value.code == 2
+    assert sentence in capsys.readouterr().err

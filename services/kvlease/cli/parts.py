@@ -10,7 +10,7 @@ import shutil
 import socket
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -143,6 +143,8 @@ def make(options: Options) -> Plan:
             "traces_http_listen": f"{HOST}:{ports.take()}",
             "traces_forward": options.env.get(telemetry.ENDPOINT_ENV, ""),
         }
+    wanted = config.load(options.assignments, env=options.env)
+    _check_settings(options, wanted, addresses)
     settings = config.load(
         [*options.assignments, *(f"{name}={value}" for name, value in addresses.items())],
         env=options.env,
@@ -199,6 +201,22 @@ def _check(options: Options) -> None:
         launch.check_vllm()
         if options.model is not None:
             launch.check_model(str(options.model), cpu=True)
+
+
+def _check_settings(options: Options, wanted: Settings, own: Collection[str]) -> None:
+    """Raises :class:`ConfigError` for a setting that would have no effect, wherever it
+    comes from: ``own`` are the stack's to set."""
+    defaults = Settings()
+    for name in (*own, "router_tls_cert", *(() if options.etcd else ("etcd_ca", "etcd_user"))):
+        if getattr(wanted, name) == getattr(defaults, name):
+            continue
+        if name.startswith("etcd"):
+            advice = "name an etcd that runs already with --etcd HOST:PORT"
+        elif name == "traces_forward":
+            advice = f"set {telemetry.ENDPOINT_ENV}"
+        else:
+            advice = "the stack is on free ports of 127.0.0.1, in plain HTTP, and prints them"
+        raise ConfigError(f"{name} has no effect on a local stack; leave it out: {advice}")
 
 
 def _serve(service: str) -> tuple[str, ...]:

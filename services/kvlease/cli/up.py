@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Literal
 
 import click
+from click.core import ParameterSource
 
 from kvlease.cli import stack as local
 from kvlease.cli.parts import Options
@@ -115,6 +116,8 @@ def up(
 ) -> None:
     """Starts etcd, the services and engines on 127.0.0.1, waits until they are ready, and
     writes their addresses to DIR/endpoints.json."""
+    if engines == "none":
+        _refuse_for_engines("prefill", "decode", "model", "engine_arguments")
     options = Options(
         directory=directory,
         store=store,
@@ -131,6 +134,15 @@ def up(
         traces=traces,
     )
     _run(options, detach=detach)
+
+
+def _refuse_for_engines(*names: str) -> None:
+    """Options of engines that there will be none of."""
+    context = click.get_current_context()
+    for name in names:
+        if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
+            option = next(item for item in context.command.params if item.name == name).opts[0]
+            raise click.UsageError(f"{option} has no effect with --engines none: leave one out")
 
 
 def _run(options: Options, *, detach: bool) -> None:
