@@ -5,24 +5,24 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
 from compose.docker_host import run
 from etcd_server import free_ports
+from metric_names import fetch
 
 DIRECTORY = Path(__file__).parents[2] / "compose"
 
 SERVICES = ("etcd", "registry", "lease", "router", "prefill", "decode", "front")
 """Those whose images can be made here. Jaeger, Prometheus and Grafana have to be pulled."""
 
-METRICS = {"registry": 9464, "lease": 9464, "router": 7480, "prefill": 8100, "decode": 8200}
-"""Service → port of /metrics inside the network."""
+_READY = re.compile(r'^kvlease_ready{service="(registry|lease)"} 1.0$', re.MULTILINE)
 
 _PORTS = ("KVLEASE_HTTP_PORT", "KVLEASE_REGISTRY_PORT", "KVLEASE_LEASE_PORT", "KVLEASE_ROUTER_PORT")
 
@@ -73,21 +73,24 @@ class ComposeStack:
         """SIGKILL to one replica, which stays down."""
         run("docker", "kill", self.containers(service)[0])
 
-    def scrape(self, service: str, accept: str = "text/plain") -> list[tuple[str, str]]:
-        """(content type, body) of /metrics of each replica."""
+    def targets(self) -> list[str]:
+        """The URLs of /metrics that Prometheus would scrape: each replica of the services
+        that are named in its configuration."""
+        jobs = yaml.safe_load((DIRECTORY / "prometheus/prometheus.yml").read_text())
+        found = [found for job in jobs["scrape_configs"] for found in job["dns_sd_configs"]]
         return [
-            _get(f"http://{self.address(container)}:{METRICS[service]}/metrics", accept)
+            f"http://{self.address(container)}:{each['port']}/metrics"
+            for each in found
+            for service in each["names"]
             for container in self.containers(service)
         ]
 
     def wait_ready(self, timeout_s: float = 30.0) -> None:
         """Until registry and lease service have their store."""
+        replicas = [*self.containers("registry"), *self.containers("lease")]
+        urls = [f"http://{self.address(container)}:9464/metrics" for container in replicas]
         deadline = time.monotonic() + timeout_s
-        while not all(
-            f'kvlease_ready{{service="{service}"}} 1.0' in body
-            for service in ("registry", "lease")
-            for _, body in self.scrape(service)
-        ):
+        while not all(_READY.search(fetch(url)[0]) for url in urls):
             assert time.monotonic() < deadline, f"not ready within {timeout_s} s"
             time.sleep(0.2)
 
@@ -129,9 +132,3 @@ def _deaths(project: str) -> Iterator[Any]:
             yield process.stdout
         finally:
             process.terminate()
-
-
-def _get(url: str, accept: str) -> tuple[str, str]:
-    request = urllib.request.Request(url, headers={"accept": accept})
-    with urllib.request.urlopen(request, timeout=10) as response:
-        return response.headers["content-type"], response.read().decode()
