@@ -13,6 +13,7 @@ from pathlib import Path
 
 import click
 
+from kvlease import config
 from kvlease.cli import records, tables
 from kvlease.cli.jaeger import Jaeger, Span, Trace
 from kvlease.cli.up import DEFAULT_DIRECTORY
@@ -64,7 +65,7 @@ Examples:
     "url",
     metavar="URL",
     help="Jaeger's query service, such as http://jaeger:16686. "
-    f"[default: the stack in ./.kvlease if there is one, else {DEFAULT_URL}]",
+    f"[default: the stack in ./.kvlease if there is one, else jaeger_url, else {DEFAULT_URL}]",
 )
 @click.option(
     "--dir",
@@ -92,7 +93,7 @@ def trace(
     """
     if url and directory:
         raise click.UsageError("--jaeger and --dir name two places: give one of them")
-    jaeger = Jaeger(url or _local(directory) or DEFAULT_URL)
+    jaeger = Jaeger(url or _local(directory) or config.load().jaeger_url or DEFAULT_URL)
     tags = {"kvlease.tenant": tenant, "gen_ai.request.model": model}
     tags = {name: value for name, value in tags.items() if value}
     if turn is not None:
