@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar
 import grpc
 import grpc.aio
 from google.protobuf import any_pb2, descriptor_pool
-from google.protobuf.descriptor import FileDescriptor
+from google.protobuf.descriptor import EnumDescriptor, FileDescriptor
 from google.rpc import error_details_pb2, status_pb2
 from grpc_channelz.v1 import channelz
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -41,6 +41,17 @@ class Refused(Exception):
         self.code = code
         self.reason = reason
         self.message = message
+
+
+def check_enum(
+    enum: EnumDescriptor, value: int, field: str, reason: str, *, required: bool = False
+) -> None:
+    """Raises INVALID_ARGUMENT, naming the choices, unless ``value`` is one of ``enum``;
+    with ``required``, other than its zero."""
+    if value not in enum.values_by_number or (required and not value):
+        *names, last = [choice.name for choice in enum.values if choice.number]
+        message = f"{field} is {value}: give {', '.join(names)} or {last}"
+        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, reason, message)
 
 
 _CLIENT_OPTIONS: Sequence[tuple[str, int | str]] = (

@@ -181,6 +181,16 @@ async def test_a_list_nobody_asks_for_costs_nothing_and_comes_back(
             ),
             "INVALID_CONVERSATION",
         ),
+        (
+            lease_pb2.RecordTurnsRequest(
+                entries=[
+                    lease_pb2.RecordTurnsRequest.Entry(
+                        conversation=conversation(), turn=turn(1, end=77)
+                    )
+                ]
+            ),
+            "INVALID_TURNS",
+        ),
     ],
 )
 async def test_what_cannot_be_recorded_is_refused(

@@ -460,6 +460,17 @@ async def test_what_is_remembered_of_a_conversation_can_be_read(plane: ControlPl
             "lease_id is empty",
         ),
         (
+            "Complete",
+            lease_pb2.CompleteRequest(
+                conversation=conversation(),
+                lease_id="l",
+                ticket_id="t",
+                result=77,  # type: ignore[arg-type]
+            ),
+            "INVALID_TICKET",
+            "READ_RESULT_DONE, READ_RESULT_FAILED or READ_RESULT_ABANDONED",
+        ),
+        (
             "Renew",
             lease_pb2.RenewRequest(conversation=conversation()),
             "INVALID_RETENTION",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -31,6 +32,7 @@ UPSERT = WatchEnginesResponse.KIND_UPSERT
 DELETE = WatchEnginesResponse.KIND_DELETE
 END: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # in no stub
 SYNCED = WatchEnginesResponse.KIND_SYNCED
+NO_ROLE: Any = 77
 
 
 async def failure(call: Any) -> tuple[grpc.StatusCode, str]:
@@ -279,6 +281,29 @@ async def test_engines_are_listed_by_role_then_name_in_pages(plane: ControlPlane
     )
     assert [engine.engine_id for engine in only.engines] == ["a", "b", "c"]
     assert only.next_page_token == ""
+
+
+@pytest.mark.parametrize(
+    ("method", "request_of"),
+    [
+        ("ListEngines", lambda: registry_pb2.ListEnginesRequest(role=NO_ROLE)),
+        ("WatchEngines", lambda: registry_pb2.WatchEnginesRequest(role=NO_ROLE)),
+        ("GetEngine", lambda: registry_pb2.GetEngineRequest(role=NO_ROLE, engine_id="a")),
+        ("Drain", lambda: registry_pb2.DrainRequest(role=NO_ROLE, engine_id="a")),
+        ("Register", lambda: registry_pb2.RegisterRequest(engine=new_engine(role=NO_ROLE))),
+        ("KeepAlive", lambda: keep_alive(new_engine(role=NO_ROLE))),
+    ],
+)
+async def test_a_role_that_there_is_not_is_refused_by_name(
+    plane: ControlPlane, method: str, request_of: Callable[[], Any]
+) -> None:
+    call = getattr(plane.registry, method)(request_of(), timeout=CALL_S)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await (call.read() if method == "WatchEngines" else call)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "role is 77: give ENGINE_ROLE_PREFILL or ENGINE_ROLE_DECODE" in (
+        caught.value.details() or ""
+    )
 
 
 @pytest.mark.parametrize(

@@ -200,5 +200,6 @@ def _by_key(request: RecordTurnsRequest) -> dict[str, list[TurnRecord]]:
     added: dict[str, list[TurnRecord]] = {}
     for entry in request.entries:
         validate.conversation(entry.conversation)
+        validate.turn(entry.turn)
         added.setdefault(keys.history(entry.conversation), []).append(entry.turn)
     return added

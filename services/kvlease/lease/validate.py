@@ -9,9 +9,9 @@ import grpc
 
 from kvlease import times
 from kvlease.prefix import DIGEST_SIZE
-from kvlease.rpc import Refused
+from kvlease.rpc import Refused, check_enum
 from kvlease.v1 import lease_pb2
-from kvlease.v1.common_pb2 import Conversation
+from kvlease.v1.common_pb2 import Conversation, Outcome
 
 MAX_ID_BYTES = 512
 
@@ -144,9 +144,10 @@ def claim(request: lease_pb2.ClaimRequest) -> None:
 
 
 def complete(request: lease_pb2.CompleteRequest) -> None:
-    """INVALID_TICKET unless it names a ticket."""
+    """INVALID_TICKET unless it names a ticket and a result that there is."""
     conversation(request.conversation, "INVALID_TICKET")
     _check_texts("INVALID_TICKET", {"lease_id": request.lease_id, "ticket_id": request.ticket_id})
+    check_enum(lease_pb2.ReadResult.DESCRIPTOR, request.result, "result", "INVALID_TICKET")
 
 
 def renew(request: lease_pb2.RenewRequest) -> None:
@@ -170,6 +171,12 @@ def revoke(request: lease_pb2.RevokeRequest) -> None:
             f"reason is {request.reason}: give END_REASON_EXPIRED, END_REASON_BUDGET or "
             "END_REASON_SHUTDOWN",
         )
+
+
+def turn(value: lease_pb2.TurnRecord) -> None:
+    """INVALID_TURNS for an outcome or an end that there is not."""
+    check_enum(Outcome.DESCRIPTOR, value.outcome, "turn.outcome", "INVALID_TURNS")
+    check_enum(lease_pb2.TurnEnd.DESCRIPTOR, value.end, "turn.end", "INVALID_TURNS")
 
 
 def list_filter(request: lease_pb2.ListLeasesRequest) -> None:

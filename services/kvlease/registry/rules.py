@@ -8,8 +8,7 @@ from urllib.parse import urlsplit
 import grpc
 
 from kvlease import times
-from kvlease.registry.keys import ROLE_WORDS
-from kvlease.rpc import Refused
+from kvlease.rpc import Refused, check_enum
 from kvlease.v1 import registry_pb2
 from kvlease.v1.registry_pb2 import Engine, EngineRole, Replica
 
@@ -34,7 +33,7 @@ def check_engine(engine: Engine) -> None:
             "engine.compatibility_hash": engine.compatibility_hash,
         },
     )
-    check_role(engine.role, "INVALID_ENGINE", "engine.role")
+    check_enum(EngineRole.DESCRIPTOR, engine.role, "engine.role", "INVALID_ENGINE", required=True)
     address = urlsplit(engine.http_address)
     if address.scheme not in ("http", "https") or not address.hostname:
         raise invalid(
@@ -54,15 +53,9 @@ def check_engine(engine: Engine) -> None:
         )
 
 
-def check_role(role: EngineRole.ValueType, reason: str, field: str = "role") -> None:
-    """Raises unless the role is one that this kvlease knows."""
-    if role not in ROLE_WORDS:
-        raise invalid(reason, f"{field} is {role}: give ENGINE_ROLE_PREFILL or ENGINE_ROLE_DECODE")
-
-
 def check_name(role: EngineRole.ValueType, engine_id: str) -> None:
     """Raises INVALID_ENGINE unless role and id can name an engine."""
-    check_role(role, "INVALID_ENGINE")
+    check_enum(EngineRole.DESCRIPTOR, role, "role", "INVALID_ENGINE", required=True)
     _check_texts("INVALID_ENGINE", {"engine_id": engine_id})
 
 
@@ -73,6 +66,11 @@ def check_keep_alive(request: registry_pb2.KeepAliveRequest) -> None:
         "INVALID_ENGINE",
         {"session_id": request.session_id, "incarnation": request.incarnation},
     )
+
+
+def check_filter(role: EngineRole.ValueType) -> None:
+    """Raises INVALID_FILTER for a role that there is not."""
+    check_enum(EngineRole.DESCRIPTOR, role, "role", "INVALID_FILTER")
 
 
 def check_session_id(session_id: str) -> None:

@@ -91,7 +91,11 @@ class RegistryServer(registry_pb2_grpc.RegistryServicer):
     async def WatchEngines(
         self, request: registry_pb2.WatchEnginesRequest, context: rpc.Context
     ) -> AsyncIterator[Watched]:
-        await self._answer(context, self._engines.fence)
+        async def begin() -> None:
+            rules.check_filter(request.role)
+            await self._engines.fence()
+
+        await self._answer(context, begin)
 
         def wanted(engine: Engine | None) -> bool:
             return engine is not None and rules.matches(engine, request.role, request.model)
@@ -256,6 +260,7 @@ class RegistryServer(registry_pb2_grpc.RegistryServicer):
     async def _list(
         self, request: registry_pb2.ListEnginesRequest
     ) -> registry_pb2.ListEnginesResponse:
+        rules.check_filter(request.role)
         await self._engines.fence()
         found, token = pages.page(
             self._engines,

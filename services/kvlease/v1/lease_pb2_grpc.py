@@ -262,7 +262,8 @@ class LeaseServiceServicer(object):
         ListConversations tell it. Routers call it in the background, many turns at once.
         Recording a turn again changes nothing. Each conversation keeps its last 16.
 
-        Errors: INVALID_ARGUMENT (INVALID_CONVERSATION, INVALID_TURNS: more than 64).
+        Errors: INVALID_ARGUMENT (INVALID_CONVERSATION, INVALID_TURNS: more than 64,
+        or an outcome or end that there is not).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -136,7 +136,8 @@ class LeaseServiceStub:
     ListConversations tell it. Routers call it in the background, many turns at once.
     Recording a turn again changes nothing. Each conversation keeps its last 16.
 
-    Errors: INVALID_ARGUMENT (INVALID_CONVERSATION, INVALID_TURNS: more than 64).
+    Errors: INVALID_ARGUMENT (INVALID_CONVERSATION, INVALID_TURNS: more than 64,
+    or an outcome or end that there is not).
     """
     ListConversations: grpc.UnaryUnaryMultiCallable[kvlease.v1.lease_pb2.ListConversationsRequest, kvlease.v1.lease_pb2.ListConversationsResponse]
     """Conversations with recorded turns, the one whose turn was recorded last first, each
@@ -257,7 +258,8 @@ class LeaseServiceAsyncStub(LeaseServiceStub):
     ListConversations tell it. Routers call it in the background, many turns at once.
     Recording a turn again changes nothing. Each conversation keeps its last 16.
 
-    Errors: INVALID_ARGUMENT (INVALID_CONVERSATION, INVALID_TURNS: more than 64).
+    Errors: INVALID_ARGUMENT (INVALID_CONVERSATION, INVALID_TURNS: more than 64,
+    or an outcome or end that there is not).
     """
     ListConversations: grpc.aio.UnaryUnaryMultiCallable[kvlease.v1.lease_pb2.ListConversationsRequest, kvlease.v1.lease_pb2.ListConversationsResponse]  # type: ignore[assignment]
     """Conversations with recorded turns, the one whose turn was recorded last first, each
@@ -447,7 +449,8 @@ class LeaseServiceServicer(metaclass=abc.ABCMeta):
         ListConversations tell it. Routers call it in the background, many turns at once.
         Recording a turn again changes nothing. Each conversation keeps its last 16.
 
-        Errors: INVALID_ARGUMENT (INVALID_CONVERSATION, INVALID_TURNS: more than 64).
+        Errors: INVALID_ARGUMENT (INVALID_CONVERSATION, INVALID_TURNS: more than 64,
+        or an outcome or end that there is not).
         """
 
     @abc.abstractmethod

@@ -149,7 +149,8 @@ class RegistryServicer(object):
 
     def ListEngines(self, request, context):
         """All registered engines, by role, then engine_id.
-        Errors: INVALID_ARGUMENT (INVALID_PAGE_TOKEN, INVALID_PAGE_SIZE).
+        Errors: INVALID_ARGUMENT (INVALID_PAGE_TOKEN, INVALID_PAGE_SIZE, INVALID_FILTER: a
+        role that there is not).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -160,6 +161,7 @@ class RegistryServicer(object):
         change as it happens. The stream ends only when the caller cancels it or the
         server stops, or, with RESOURCE_EXHAUSTED (WATCH_FELL_BEHIND), when the caller does
         not read it; after a reconnect the new stream starts with the whole state again.
+        Errors: INVALID_ARGUMENT (INVALID_FILTER: a role that there is not).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -65,13 +65,15 @@ class RegistryStub:
     """One engine. Errors: INVALID_ARGUMENT (INVALID_ENGINE), NOT_FOUND (ENGINE_NOT_FOUND)."""
     ListEngines: grpc.UnaryUnaryMultiCallable[kvlease.v1.registry_pb2.ListEnginesRequest, kvlease.v1.registry_pb2.ListEnginesResponse]
     """All registered engines, by role, then engine_id.
-    Errors: INVALID_ARGUMENT (INVALID_PAGE_TOKEN, INVALID_PAGE_SIZE).
+    Errors: INVALID_ARGUMENT (INVALID_PAGE_TOKEN, INVALID_PAGE_SIZE, INVALID_FILTER: a
+    role that there is not).
     """
     WatchEngines: grpc.UnaryStreamMultiCallable[kvlease.v1.registry_pb2.WatchEnginesRequest, kvlease.v1.registry_pb2.WatchEnginesResponse]
     """The engines as they are now (one UPSERT each, then one SYNCED), then every
     change as it happens. The stream ends only when the caller cancels it or the
     server stops, or, with RESOURCE_EXHAUSTED (WATCH_FELL_BEHIND), when the caller does
     not read it; after a reconnect the new stream starts with the whole state again.
+    Errors: INVALID_ARGUMENT (INVALID_FILTER: a role that there is not).
     """
     AnnounceRouter: grpc.UnaryUnaryMultiCallable[kvlease.v1.registry_pb2.AnnounceRouterRequest, kvlease.v1.registry_pb2.AnnounceRouterResponse]
     """A router tells that it runs. The record lives for session_ttl after the last
@@ -123,13 +125,15 @@ class RegistryAsyncStub(RegistryStub):
     """One engine. Errors: INVALID_ARGUMENT (INVALID_ENGINE), NOT_FOUND (ENGINE_NOT_FOUND)."""
     ListEngines: grpc.aio.UnaryUnaryMultiCallable[kvlease.v1.registry_pb2.ListEnginesRequest, kvlease.v1.registry_pb2.ListEnginesResponse]  # type: ignore[assignment]
     """All registered engines, by role, then engine_id.
-    Errors: INVALID_ARGUMENT (INVALID_PAGE_TOKEN, INVALID_PAGE_SIZE).
+    Errors: INVALID_ARGUMENT (INVALID_PAGE_TOKEN, INVALID_PAGE_SIZE, INVALID_FILTER: a
+    role that there is not).
     """
     WatchEngines: grpc.aio.UnaryStreamMultiCallable[kvlease.v1.registry_pb2.WatchEnginesRequest, kvlease.v1.registry_pb2.WatchEnginesResponse]  # type: ignore[assignment]
     """The engines as they are now (one UPSERT each, then one SYNCED), then every
     change as it happens. The stream ends only when the caller cancels it or the
     server stops, or, with RESOURCE_EXHAUSTED (WATCH_FELL_BEHIND), when the caller does
     not read it; after a reconnect the new stream starts with the whole state again.
+    Errors: INVALID_ARGUMENT (INVALID_FILTER: a role that there is not).
     """
     AnnounceRouter: grpc.aio.UnaryUnaryMultiCallable[kvlease.v1.registry_pb2.AnnounceRouterRequest, kvlease.v1.registry_pb2.AnnounceRouterResponse]  # type: ignore[assignment]
     """A router tells that it runs. The record lives for session_ttl after the last
@@ -214,7 +218,8 @@ class RegistryServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[kvlease.v1.registry_pb2.ListEnginesResponse, collections.abc.Awaitable[kvlease.v1.registry_pb2.ListEnginesResponse]]:
         """All registered engines, by role, then engine_id.
-        Errors: INVALID_ARGUMENT (INVALID_PAGE_TOKEN, INVALID_PAGE_SIZE).
+        Errors: INVALID_ARGUMENT (INVALID_PAGE_TOKEN, INVALID_PAGE_SIZE, INVALID_FILTER: a
+        role that there is not).
         """
 
     @abc.abstractmethod
@@ -227,6 +232,7 @@ class RegistryServicer(metaclass=abc.ABCMeta):
         change as it happens. The stream ends only when the caller cancels it or the
         server stops, or, with RESOURCE_EXHAUSTED (WATCH_FELL_BEHIND), when the caller does
         not read it; after a reconnect the new stream starts with the whole state again.
+        Errors: INVALID_ARGUMENT (INVALID_FILTER: a role that there is not).
         """
 
     @abc.abstractmethod
