@@ -12,7 +12,8 @@ from typing import Any
 
 import promql_parser
 import yaml
-from prometheus_client import Metric, openmetrics, parser
+from prometheus_client import Metric, parser
+from prometheus_client.openmetrics import parser as openmetrics
 
 COMPOSE = Path(__file__).parent.parent / "compose"
 DASHBOARD = COMPOSE / "grafana" / "dashboards" / "kvlease.json"
@@ -124,7 +125,7 @@ def scrape(urls: Iterable[str], accept: str = TEXT) -> Scraped:
     for url in urls:
         body, content_type = fetch(url, accept)
         assert content_type.startswith(accept.partition(";")[0]), (url, content_type)
-        parse = openmetrics.parser if accept == OPENMETRICS else parser
+        parse = openmetrics if accept == OPENMETRICS else parser
         scraped.add(parse.text_string_to_metric_families(body))
     return scraped
 
