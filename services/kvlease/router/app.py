@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from kvlease import listening, rpc, telemetry, tls
 from kvlease.config import Settings
 from kvlease.metrics import READY
-from kvlease.router import upstream
+from kvlease.router import protocol, upstream
 from kvlease.router.announce import announce
 from kvlease.router.engines import Engines
 from kvlease.router.grpc_server import SERVICE_NAME, RouterService
@@ -28,6 +28,7 @@ from kvlease.router.leases import Leases
 from kvlease.router.metrics import Metrics
 from kvlease.router.turn import Tools
 from kvlease.router.turns import Turns
+from kvlease.router.ui import Ui, off_because
 from kvlease.serving import Ready, log_ready
 from kvlease.times import timestamp
 from kvlease.tls import Tls
@@ -143,7 +144,13 @@ async def _parts(
         router_pb2_grpc.add_RouterServicer_to_server(
             RouterService(engines, leases, registry), server.grpc
         )
-        http = Http(turns, engines, leases, metrics, tracing, keys)
+        ui = Ui(
+            engines,
+            leases,
+            jaeger_url=settings.jaeger_url,
+            off_because=off_because(settings.ui, keys is not None),
+        )
+        http = Http(turns, engines, leases, metrics, tracing, keys, ui)
         yield _Parts(http, server, engines, history, registry, lease, secured, changed)
 
 
@@ -163,6 +170,7 @@ async def _http(app: web.Application, settings: Settings) -> AsyncIterator[str]:
         shutdown_timeout=STOP_GRACE_S,
     )
     await runner.setup()
+    protocol.replace(runner)
     try:
         site = web.TCPSite(
             runner,

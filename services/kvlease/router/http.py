@@ -18,6 +18,7 @@ from kvlease.router.leases import Leases, ServiceDown
 from kvlease.router.metrics import Metrics
 from kvlease.router.split import Endpoint
 from kvlease.router.turns import TRACE_ID_HEADER, Turns
+from kvlease.router.ui import Ui
 from kvlease.v1 import common_pb2, registry_pb2
 
 RETAIN_HEADER = "x-kvlease-retain"
@@ -34,6 +35,7 @@ class Http:
         metrics: Metrics,
         tracing: telemetry.Telemetry,
         keys: dict[str, str] | None,
+        ui: Ui,
     ) -> None:
         self._turns = turns
         self._engines = engines
@@ -41,6 +43,7 @@ class Http:
         self._metrics = metrics
         self._tracer = tracing.tracer
         self._keys = keys
+        self._ui = ui
         self.stopping = False
         """Set when no new turns should come: /ready says so."""
 
@@ -58,6 +61,7 @@ class Http:
         app.router.add_get("/health", self._health)
         app.router.add_get("/ready", self._ready)
         app.router.add_get("/metrics", self._render_metrics)
+        self._ui.add_to(app)
         return app
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
