@@ -92,7 +92,7 @@ function sparkline(turns) {
     bar.setAttribute("stroke", "currentColor");
     svg.append(bar);
   });
-  return [`${span(known.at(-1).s)} at last`, svg];
+  return [span(known.at(-1).s), svg];
 }
 
 // Rows that stay the same elements while they show the same thing, so that focus and a
