@@ -16,6 +16,8 @@ from kvlease.router.app import serve_router
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
+JSON = {"Content-Type": "application/json"}
+
 MESSAGES = [{"role": "user", "content": "grüße"}]
 
 
@@ -334,6 +336,8 @@ async def test_the_decode_engine_s_client_error_keeps_its_status_and_body(stack:
         (b"{", 400, "not valid JSON"),
         (b"[]", 400, "JSON object"),
         (b'{"model": 5}', 400, "model"),
+        (b'{"model": "sim", "n": 0}', 400, "n is 0: give a whole number of at least 1"),
+        (b'{"model": "sim", "n": "a"}', 400, "n is 'a': give a whole number of at least 1"),
         (b'{"model": "other", "messages": []}', 404, "Known models: sim"),
         (b'{"model": "sim", "conversation_id": 5}', 400, "conversation_id"),
         (b'"' + b"x" * 5000 + b'"', 413, "max_body_bytes"),
@@ -346,7 +350,7 @@ async def test_a_request_that_cannot_be_served_is_refused_in_openai_s_shape(
         await stack.add("prefill", "prefill-0")
         await stack.add("decode", "decode-0")
 
-        async with stack.client.post(stack.url + CHAT, data=raw) as response:
+        async with stack.client.post(stack.url + CHAT, data=raw, headers=JSON) as response:
             answer = await response.json()
 
         assert response.status == status
@@ -354,6 +358,57 @@ async def test_a_request_that_cannot_be_served_is_refused_in_openai_s_shape(
         assert set(answer["error"]) == {"message", "type", "param", "code"}
         assert "x-kvlease-trace-id" in response.headers
         assert all(not engine.seen for engine in stack.engines.values())
+
+
+@pytest.mark.parametrize("field", [{"max_tokens": 0}, {"prompt_logprobs": 1}])
+async def test_of_a_request_that_an_engine_refuses_no_outcome_is_counted(
+    stack: Stack, field: dict[str, Any]
+) -> None:
+    stack.engines["decode-0"].faults.append(Status(400))
+    body = chat(conversation_id="c", **field)
+    async with stack.client.post(stack.url + CHAT, json=body) as response:
+        assert response.status == 400
+        await response.read()
+
+    assert "x-kvlease-outcome" not in response.headers
+    refused = 'kvlease_turns_total{end="client_error",model="sim",outcome="none"}'
+    assert await stack.metric(refused) == 1
+    assert "kvlease_turns_total{" not in (await stack.metrics()).replace(refused, "")
+
+
+async def test_a_request_that_the_router_refuses_is_no_turn(stack: Stack) -> None:
+    for fields in ({"n": -1}, {"conversation_id": 5}, {"model": "other"}):
+        body = {**chat(conversation_id="c"), **fields}
+        async with stack.client.post(stack.url + CHAT, json=body) as response:
+            assert response.status in (400, 404)
+
+    async with stack.client.post(stack.url + CHAT, json=chat(conversation_id="c")) as response:
+        await response.read()
+    assert response.headers["x-kvlease-turn"] == "1"
+
+
+@pytest.mark.parametrize("said", [None, "application/json; charset=utf-8", "application/x+json"])
+async def test_json_is_taken_however_it_is_named(stack: Stack, said: str | None) -> None:
+    headers = {} if said is None else {"Content-Type": said}
+    async with stack.client.post(
+        stack.url + CHAT,
+        data=json.dumps(chat()).encode(),
+        headers=headers,
+        skip_auto_headers=["Content-Type"],
+    ) as response:
+        assert response.status == 200
+
+
+@pytest.mark.parametrize("said", ["application/x-www-form-urlencoded", "text/plain"])
+async def test_what_is_said_not_to_be_json_is_refused(stack: Stack, said: str) -> None:
+    headers = {"Content-Type": said}
+    data = json.dumps(chat()).encode()
+    async with stack.client.post(stack.url + CHAT, data=data, headers=headers) as response:
+        answer = await response.json()
+    assert response.status == 415
+    assert answer["error"]["message"] == (
+        f"The body is said to be {said}: send JSON, with Content-Type: application/json."
+    )
 
 
 async def test_a_wrong_header_of_ours_is_refused_by_name(stack: Stack) -> None:
@@ -491,11 +546,4 @@ async def test_a_port_that_is_taken_is_a_configuration_error(stack: Stack, name:
     settings = stack.settings.model_copy(update={**free, **taken})
 
     with pytest.raises(ConfigError, match=f"cannot listen on {taken[name]}"):
-        await serve_router(settings, asyncio.Event())
-
-
-async def test_an_address_that_is_none_is_a_configuration_error(stack: Stack) -> None:
-    settings = stack.settings.model_copy(update={"router_listen": "somewhere"})
-
-    with pytest.raises(ConfigError, match="host:port"):
         await serve_router(settings, asyncio.Event())

@@ -51,6 +51,7 @@ def read_ask(endpoint: Endpoint, raw: bytes, headers: Mapping[str, str], tenant:
     model = body.get("model") or ""
     if not isinstance(model, str):
         raise InvalidRequest("model must be a string", "model")
+    rules.check_num_answers(body.get("n"))
     request_id = rules.request_id_of(headers.get("X-Request-Id")) or rules.request_id_of(
         body.get("request_id")
     )

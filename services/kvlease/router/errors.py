@@ -68,6 +68,15 @@ def too_large(limit: int) -> HttpError:
     )
 
 
+def not_json(content_type: str) -> HttpError:
+    """The body is said to be something else."""
+    return HttpError(
+        415,
+        f"The body is said to be {content_type}: send JSON, with Content-Type: application/json.",
+        "unsupported_media_type",
+    )
+
+
 def unknown_model(model: str, known: list[str]) -> HttpError:
     """No engine serves ``model``."""
     there = ", ".join(known) or "none: no engine is registered"

@@ -27,17 +27,17 @@ class EngineGone(Exception):
 class Relay:
     """One client's answer.
 
-    ``headers`` are asked for when the answer begins. ``first_content`` is called when the
-    first chunk that carries content has been written: an answer's first bytes, except for
-    comments of an event stream, which vLLM sends to keep connections alive. (A chat stream
-    begins with an event that carries only the role. vLLM sends it together with the first
-    token, not before: ``chat_completion_stream_generator``.)
+    ``headers`` are asked for when the answer begins, with its status. ``first_content`` is
+    called when the first chunk that carries content has been written: an answer's first
+    bytes, except for comments of an event stream, which vLLM sends to keep connections
+    alive. (A chat stream begins with an event that carries only the role. vLLM sends it
+    together with the first token, not before: ``chat_completion_stream_generator``.)
     """
 
     def __init__(
         self,
         request: web.Request,
-        headers: Callable[[], Mapping[str, str]],
+        headers: Callable[[int], Mapping[str, str]],
         first_content: Callable[[], None],
     ) -> None:
         self._request = request
@@ -111,7 +111,8 @@ class Relay:
     async def _prepare(self, upstream: aiohttp.ClientResponse) -> None:
         if self.response is not None:
             return
-        response = web.StreamResponse(status=upstream.status, headers=self._headers())
+        status = upstream.status
+        response = web.StreamResponse(status=status, headers=self._headers(status))
         response.headers["Content-Type"] = upstream.headers.get("Content-Type", "application/json")
         if self._stream:
             response.headers["Cache-Control"] = "no-cache"

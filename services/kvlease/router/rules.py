@@ -13,7 +13,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from kvlease.v1 import lease_pb2, registry_pb2
+
+_INTEGER = TypeAdapter(int)
 
 DEFAULT_TENANT = "default"
 
@@ -30,6 +34,17 @@ class InvalidRequest(Exception):
     def __init__(self, message: str, param: str = "") -> None:
         super().__init__(message)
         self.param = param
+
+
+def check_num_answers(value: object) -> None:
+    """Raises :class:`InvalidRequest` for an ``n`` that vLLM refuses (it reads "2" as 2):
+    such a request is no turn of its conversation."""
+    try:
+        number = 1 if value is None else _INTEGER.validate_python(value)
+    except ValidationError:
+        number = 0
+    if number < 1:
+        raise InvalidRequest(f"n is {value!r:.40}: give a whole number of at least 1.", "n")
 
 
 class UnknownKey(Exception):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import structlog
-from aiohttp import web
+from aiohttp import hdrs, web
 from opentelemetry.trace import Tracer
 
 from kvlease import telemetry
@@ -67,7 +67,7 @@ class Turns:
         finally:
             metrics.in_flight.dec()
             trace = answer.trace
-            metrics.turns.labels(answer.model, trace.outcome or "none", answer.end).inc()
+            metrics.turns.labels(answer.model, answer.outcome or "none", answer.end).inc()
             if trace.ttft_s is not None:
                 ttft = metrics.ttft.labels(answer.model, trace.outcome)
                 ttft.observe(trace.ttft_s, {"trace_id": trace.trace_id})
@@ -87,8 +87,8 @@ class Turns:
                 start=trace.start,
                 end=answer.end,
                 trace_id=trace.trace_id,
-                outcome=trace.outcome,
-                detail=_why(turn.ask, handoff),
+                outcome=answer.outcome,
+                detail=_why(turn.ask, handoff) if answer.outcome else "",
                 error=answer.error,
                 prompt_tokens=handoff.prompt_tokens if handoff else 0,
                 reused_tokens=handoff.reused_tokens if handoff else 0,
@@ -160,6 +160,7 @@ class Turns:
         except rules.UnknownKey:
             raise errors.unauthorized() from None
         try:
+        _check_content_type(request)
             raw = await request.read()
         except web.HTTPRequestEntityTooLarge:
             raise errors.too_large(self._max_body_bytes) from None
@@ -270,6 +271,14 @@ class Turns:
 
 
 class _Answer:
+def _check_content_type(request: web.Request) -> None:
+    """Raises :class:`HttpError` for what is said not to be JSON; an absent type is fine."""
+    said = request.content_type
+    is_json = said == "application/json" or said.endswith("+json")
+    if hdrs.CONTENT_TYPE in request.headers and not is_json:
+        raise errors.not_json(said)
+
+
     """What the client gets, and how the turn ended: ``end`` is a word for metrics."""
 
     def __init__(self, request: web.Request, trace: TurnTrace) -> None:
@@ -289,13 +298,18 @@ class _Answer:
         """The prefill half has ended."""
         self._reused_tokens = reused_tokens
 
-    def headers(self) -> dict[str, str]:
-        """Ours, as far as the turn has got."""
+    @property
+    def outcome(self) -> str:
+        """What became of the turn's blocks. Of a refused request nothing did."""
+        return "" if self.end == "client_error" else self.trace.outcome
+
+    def headers(self, status: int) -> dict[str, str]:
+        """Ours, as far as the turn has got, for an answer with ``status``."""
         headers = {TRACE_ID_HEADER: self.trace.trace_id}
         if self.turn is not None:
             headers["x-request-id"] = self.turn.ask.request_id
             headers["x-kvlease-turn"] = str(self.turn.number)
-        if self.trace.outcome:
+        if self.trace.outcome and _end(status) != "client_error":
             headers["x-kvlease-outcome"] = self.trace.outcome
             headers["x-kvlease-reused-tokens"] = str(self._reused_tokens)
         return headers
@@ -313,7 +327,8 @@ class _Answer:
         self.status, self.end = refused.status, _end(refused.status)
         self.error = f"the prefill engine answered with status {refused.status}"
         self._error_type = str(refused.status)
-        response = web.Response(status=refused.status, body=refused.body, headers=self.headers())
+        headers = self.headers(refused.status)
+        response = web.Response(status=refused.status, body=refused.body, headers=headers)
         response.headers["Content-Type"] = refused.content_type
         return response
 
@@ -322,7 +337,7 @@ class _Answer:
         self.status, self.end, self.error = error.status, _end(error.status), error.message
         self._error_type = error.code
         if self.relay is None or self.relay.response is None:
-            return error.response(self.headers())
+            return error.response(self.headers(error.status))
         self.status = self.relay.response.status
         try:
             await self.relay.fail(error)
