@@ -160,13 +160,13 @@ class History:
         self._wanted.set()
         if not self._mirror.is_synced:
             await self._mirror.fence()
-        start = keys.histories_of(request.tenant)
-        wanted = request.id_contains.casefold()
-        entries = [
-            entry
-            for entry in self._mirror.entries()
-            if entry.item.key.startswith(start) and wanted in _conversation_id(entry).casefold()
-        ]
+        entries = self._mirror.entries()
+        if request.tenant:
+            start = keys.histories_of(request.tenant)
+            entries = [entry for entry in entries if entry.item.key.startswith(start)]
+        if request.id_contains:
+            wanted = request.id_contains.casefold()
+            entries = [entry for entry in entries if wanted in _conversation_id(entry).casefold()]
         latest = heapq.nlargest(limit, entries, key=lambda entry: entry.item.revision)
         return ListConversationsResponse(
             conversations=map(self._summary, latest), total_size=len(entries)
