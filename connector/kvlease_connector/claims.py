@@ -234,7 +234,7 @@ class Claims:
         except grpc.aio.AioRpcError as error:
             log.warning(
                 "a ticket could not be closed and will run out",
-                conversation=conversation.conversation_id,
+                conversation_id=conversation.conversation_id,
                 ticket_id=answer.ticket_id,
                 error=error.details(),
             )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector
 
+from kvlease import logs
 from kvlease_connector import options
 from kvlease_connector.scheduler import KvLeaseScheduler
 from kvlease_connector.worker import KvLeaseWorker
@@ -39,6 +40,8 @@ class KvLeaseConnector(NixlBaseConnector):  # type: ignore[misc]
             default_engine_id=transfer.engine_id,
             default_incarnation=vllm_config.instance_id,
         )
+        role_name = "prefill" if transfer.kv_role == "kv_producer" else "decode"
+        logs.configure_inside("vllm", given.settings, service=role_name, engine_id=given.engine_id)
         self.engine_id = given.transfer_engine_id
         if role == KVConnectorRole.SCHEDULER:
             self.connector_scheduler = KvLeaseScheduler(vllm_config, kv_cache_config, given)

@@ -285,7 +285,7 @@ class DecodeSide:
         if entries:
             log.info(
                 "leases given up for their blocks",
-                conversations=[entry.conversation.conversation_id for entry in entries],
+                conversation_ids=[entry.conversation.conversation_id for entry in entries],
             )
 
     def _candidates(self) -> list[Candidate]:

@@ -12,7 +12,7 @@ import structlog
 from google.protobuf.duration_pb2 import Duration
 from opentelemetry import trace
 
-from kvlease import prefix, rpc, telemetry
+from kvlease import logs, prefix, rpc, telemetry
 from kvlease.v1 import common_pb2, lease_pb2, lease_pb2_grpc, registry_pb2
 from kvlease_connector.background import Background
 from kvlease_connector.retention import Phase
@@ -52,7 +52,8 @@ class Finished:
     @property
     def ids(self) -> dict[str, object]:
         """What a log line needs, so that someone finds the turn."""
-        return {"conversation": self.conversation.conversation_id, "turn": self.turn}
+        ids = logs.turn_ids(self.conversation.conversation_id, self.traceparent)
+        return {**ids, "turn": self.turn}
 
 
 class Grants:

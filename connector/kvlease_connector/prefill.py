@@ -12,15 +12,18 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import structlog
 from opentelemetry import trace
 
-from kvlease import outcomes, telemetry
+from kvlease import logs, outcomes, telemetry
 from kvlease.config import Settings
 from kvlease.v1 import common_pb2, lease_pb2
 from kvlease_connector.background import Background
 from kvlease_connector.claims import Answer, Ask, Claims
 from kvlease_connector.prefill_meter import PrefillMeter, Spent
 from kvlease_connector.pull_policy import PullPolicy, Verdict
+
+log = structlog.get_logger("kvlease.connector.prefill")
 
 Describe = Callable[[Any], "Ask | Answer"]
 """From a vLLM request with its local tokens to what to ask, or to why not to."""
@@ -262,6 +265,8 @@ class PrefillSide:
         if failed:
             self._close(turn.conversation, answer, lease_pb2.READ_RESULT_FAILED)
             holder = turn.source[0] or "the holder"
+            ids = logs.turn_ids(turn.conversation.conversation_id, turn.traceparent)
+            log.warning("a read failed", source=holder, seconds=round(seconds, 3), **ids)
             turn.answer = Answer(common_pb2.OUTCOME_MISS_ENGINE, f"the read from {holder} failed")
             turn.num_pulled_tokens = 0
             return

@@ -113,7 +113,7 @@ class Revocations:
                 log.warning(
                     "revoke failed; trying on while the lease lasts",
                     error=error.details(),
-                    conversation=entry.conversation.conversation_id,
+                    conversation_id=entry.conversation.conversation_id,
                     lease_id=entry.lease.lease_id,
                 )
             return False

@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
 )
 from vllm.v1.request import RequestStatus
 
-from kvlease import prefix
+from kvlease import logs, prefix
 from kvlease.v1 import common_pb2, registry_pb2
 from kvlease_connector import model
 from kvlease_connector.blocks import BlockHolder
@@ -198,6 +198,7 @@ class KvLeaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
                 log.warning(
                     "the prompt's blocks are about to be freed; computing it here",
                     request_id=request.request_id,
+                    **_ids(params),
                 )
                 params["do_remote_prefill"] = False
                 return 0, False
@@ -404,6 +405,12 @@ class KvLeaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             request.status = status
         self._reqs_need_send.pop(request.request_id, None)
         return answer if answer and answer.get("remote_block_ids") else None
+
+
+def _ids(params: dict[str, Any] | None) -> dict[str, str]:
+    """For a log line."""
+    told = _told(params)
+    return logs.turn_ids(str(told.get("conversation_id", "")), str(told.get("traceparent", "")))
 
 
 def _told(params: dict[str, Any] | None) -> dict[str, Any]:

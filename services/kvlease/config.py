@@ -356,4 +356,7 @@ def _sentence(error: ValidationError) -> str:
     name = str(problem["loc"][0])
     detail = str(problem["msg"]).removeprefix("Value error, ")
     detail = detail[0].lower() + detail[1:]
-    return f"the setting {name}={problem['input']!r} cannot be used: {detail}"
+    field = Settings.model_fields.get(name)
+    # A secret may have been mistyped, too.
+    value = repr(problem["input"]) if field is None or field.repr else "..."
+    return f"the setting {name}={value} cannot be used: {detail}"

@@ -1,4 +1,8 @@
-"""Structured logs on stderr: one line an event, for people or for machines."""
+"""Structured logs: one line an event, for people or for machines.
+
+Lines that belong to a turn name it: ``conversation_id`` and ``trace_id``. What clients and
+engines send each other (prompts, answers, headers) and secrets are in no line.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +24,16 @@ _QUIET = ("grpc", "opentelemetry", "aiohttp.access", "asyncio")
 
 
 def configure(settings: Settings, **bound: str) -> None:
-    """Sets up structlog, and the standard library's logging to look the same.
+    """Sets up structlog to write to stderr, and the standard library's logging to look the
+    same.
 
     ``bound`` stands in every line of this process, for example ``service="lease"``.
     """
     level = _LEVELS[settings.log_level]
     shared = _shared(bound)
     renderer = _renderer(settings.log_format)
-    structlog.configure(
-        processors=[*shared, _traceback_in_one_line, renderer],
-        wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=True,
+    _configure_structlog(
+        level, [*shared, _traceback_in_one_line, renderer], structlog.PrintLoggerFactory(sys.stderr)
     )
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
@@ -49,6 +51,54 @@ def configure(settings: Settings, **bound: str) -> None:
     root.setLevel(level)
     for name in _QUIET:
         logging.getLogger(name).setLevel(max(level, logging.WARNING))
+
+
+def configure_inside(host: str, settings: Settings, **bound: str) -> None:
+    """Sets up structlog inside of another program that logs by itself: lines go to its
+    logger ``host`` (a child of it, in its format), or, as JSON, to stderr.
+
+    The host's own level holds too. ``bound`` stands in every line that is JSON.
+    """
+    level = _LEVELS[settings.log_level]
+    factory: Any
+    if settings.log_format == "json":
+        processors = [*_shared(bound), _traceback_in_one_line, _renderer("json")]
+        factory = structlog.PrintLoggerFactory(sys.stderr)
+    else:
+        processors = [structlog.contextvars.merge_contextvars, _traceback_in_one_line, _PLAIN]
+        factory = _ChildLoggers(host)
+    _configure_structlog(level, processors, factory)
+
+
+def turn_ids(conversation_id: str, traceparent: str = "") -> dict[str, str]:
+    """What a line needs, so that someone finds the turn: the ids that there are."""
+    parts = traceparent.split("-")  # version, trace id, span id, flags (W3C Trace Context)
+    ids = {"conversation_id": conversation_id, "trace_id": parts[1] if len(parts) > 3 else ""}
+    return {name: value for name, value in ids.items() if value}
+
+
+class _ChildLoggers(structlog.stdlib.LoggerFactory):
+    """The standard library's loggers below another one."""
+
+    def __init__(self, parent: str) -> None:
+        super().__init__()
+        self._parent = parent
+
+    def __call__(self, *args: Any) -> logging.Logger:
+        return super().__call__(".".join([self._parent, *args]))
+
+
+def _configure_structlog(level: int, processors: list[Processor], factory: Any) -> None:
+    structlog.configure(
+        processors=processors,
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=factory,
+        cache_logger_on_first_use=True,
+    )
+
+
+_PLAIN = structlog.dev.ConsoleRenderer(colors=False, pad_event_to=0)
+"""Event and fields; a host adds time and level itself."""
 
 
 def _shared(bound: dict[str, str]) -> list[Processor]:

@@ -96,3 +96,11 @@ def test_variables_that_this_repository_names_are_known(folder: str) -> None:
             for name in re.findall(r"\bKVLEASE_[A-Z_]*[A-Z]\b", text):
                 if name.removeprefix("KVLEASE_").lower() not in Settings.model_fields:
                     load(env={name: "1" if name != "KVLEASE_CONFIG" else ""})
+
+
+def test_a_secret_that_cannot_be_used_is_not_shown(tmp_path: Path) -> None:
+    file = tmp_path / "kvlease.toml"
+    file.write_text("etcd_password = 271828\n")
+    with pytest.raises(ConfigError, match=r"etcd_password=\.\.\. cannot be used") as raised:
+        load(config_file=str(file))
+    assert "271828" not in str(raised.value)

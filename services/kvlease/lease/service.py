@@ -162,7 +162,7 @@ class LeaseOperations:
         if request.result == lease_pb2.READ_RESULT_FAILED:
             log.warning(
                 "read failed",
-                conversation=request.conversation.conversation_id,
+                conversation_id=request.conversation.conversation_id,
                 lease_id=request.lease_id,
                 ticket_id=request.ticket_id,
             )
@@ -237,7 +237,7 @@ class LeaseOperations:
             _count_end(lease_pb2.END_REASON_EXPIRED)
             log.warning(
                 "a lease was ended that its holder had not ended in time",
-                conversation=conversation.conversation_id,
+                conversation_id=conversation.conversation_id,
             )
 
     async def get_lease(self, request: lease_pb2.GetLeaseRequest) -> Lease:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from kvlease import logs
 from kvlease.router import handoff
 from kvlease.router.ask import Ask
 from kvlease.router.engines import Engines
@@ -52,6 +53,13 @@ class Turn:
         """What engines learn about it."""
         return TurnInfo(self.ask.tenant, self.ask.conversation_id, self.number)
 
+    @property
+    def ids(self) -> dict[str, object]:
+        """What a log line needs, so that someone finds the turn."""
+        ids = logs.turn_ids(self.ask.conversation_id)
+        trace_id, request_id = self.trace.trace_id, self.ask.request_id
+        return {**ids, "trace_id": trace_id, "request_id": request_id, "turn": self.number}
+
     def miss(self, outcome: str, detail: str) -> Handoff:
         """A handoff of nothing. Where reuse was not asked for, nothing was missed."""
         wanted = self.ask.reuse and self.ask.conversation_id
@@ -77,10 +85,7 @@ class Turn:
             incarnation=engine.incarnation,
             reason=failure.reason,
             detail=failure.detail,
-            request_id=self.ask.request_id,
-            conversation_id=self.ask.conversation_id,
-            turn=self.number,
-            trace_id=self.trace.trace_id,
+            **self.ids,
         )
 
     async def forgive(self, tools: Tools, failure: EngineFailed) -> bool:

@@ -72,6 +72,7 @@ class Turns:
                 ttft = metrics.ttft.labels(answer.model, trace.outcome)
                 ttft.observe(trace.ttft_s, {"trace_id": trace.trace_id})
             answer.end_trace()
+            answer.log()
             self._end_conversation(answer)
             self._record(answer)
 
@@ -117,9 +118,7 @@ class Turns:
             _log.warning(
                 "conversation not ended: its lease stays until its retention is over",
                 detail=str(error),
-                conversation_id=turn.ask.conversation_id,
-                turn=turn.number,
-                trace_id=turn.trace.trace_id,
+                **turn.ids,
             )
 
     async def _answer(self, answer: _Answer, endpoint: Endpoint) -> web.StreamResponse:
@@ -143,7 +142,7 @@ class Turns:
             return answer.relay.response
         except Exception as error:
             # The last resort: a client gets an answer, and the trace id finds the cause.
-            _log.exception("turn failed", trace_id=answer.trace.trace_id)
+            _log.exception("turn failed", **answer.ids)
             return await answer.fail(
                 HttpError(
                     500,
@@ -293,6 +292,29 @@ def _check_content_type(request: web.Request) -> None:
         self.error = ""
         self._error_type = ""
         self._reused_tokens = 0
+
+    @property
+    def ids(self) -> dict[str, object]:
+        """For a log line."""
+        return self.turn.ids if self.turn else {"trace_id": self.trace.trace_id}
+
+    def log(self) -> None:
+        """The line of a turn that is over. One that went well is a detail."""
+        log = _log.debug if self.end == "ok" else _log.info
+        ttft_s = self.trace.ttft_s
+        log(
+            "turn ended",
+            **self.ids,
+            model=self.model,
+            outcome=self.trace.outcome,
+            end=self.end,
+            status=self.status,
+            reused_tokens=self._reused_tokens,
+            ttft_s=None if ttft_s is None else round(ttft_s, 4),
+            error_type=self._error_type,
+            # What is wrong with a request is told in its own words, which are the client's.
+            error=self.error if self.end == "failed" else "",
+        )
 
     def handed_over(self, reused_tokens: int) -> None:
         """The prefill half has ended."""
