@@ -1,10 +1,10 @@
 """What an engine costs that only holds blocks: a decode engine for leases, a prefill engine
 for decode engines that have not fetched them yet.
 
-    python bench/idle.py [--rounds 2] [--held 20] [--seconds 10] [--requests 25]
+    python bench/idle.py [--rounds 2] [--held 20] [--seconds 10] [--requests 15]
 
-Two engines (small model, CPU), each on a core of its own, hold nothing and hold the blocks
-of twenty prompts, in turns (A B A B). Each time the processor time of all processes of each
+Two engines (small model, CPU), each on a core of its own, hold the blocks of twenty prompts
+and hold nothing, in turns (A B A B). Each time the processor time of all processes of each
 engine is measured while nobody asks them anything, and then how long a request of one
 prompt token and one answer token takes that comes to the engine directly, more than a
 second after the one before. Prints both, with medians over all rounds; writes everything to
@@ -38,7 +38,7 @@ from kvlease.v1 import lease_pb2, lease_pb2_grpc, registry_pb2, registry_pb2_grp
 CORE_LIMIT = 0.10
 DELAY_LIMIT_S = 0.005
 PROMPT_CHARS = 600
-HANDOFF_TTL_S = 120.0
+HANDOFF_TTL_S = 75.0
 """Long enough for one measurement, short enough to wait for."""
 
 APART_S = 0.8
@@ -185,7 +185,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--held", type=int, default=20, help="prompts that each engine holds")
     parser.add_argument("--seconds", type=float, default=10.0, help="of idling, each time")
-    parser.add_argument("--requests", type=int, default=25, help="to each engine, each time")
+    parser.add_argument("--requests", type=int, default=15, help="to each engine, each time")
     parser.add_argument("--json", type=Path, default=Path("build/idle.json"))
     given = parser.parse_args()
     samples: list[Sample] = []
@@ -199,7 +199,7 @@ def main() -> None:
             bench = Bench(stack)
             bench.fill(2)  # warm up: engines, handshake
             for number in range(given.rounds):
-                for holding in (False, True):
+                for holding in (True, False):
                     if holding:
                         bench.fill(given.held)
                     else:
