@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,9 +78,12 @@ class Stack:
     def url(self) -> str:
         return f"http://{self.router.addresses['router_http']}"
 
-    async def add(self, role: Role, engine_id: str, model: str = "sim") -> SimEngine:
+    async def add(
+        self, role: Role, engine_id: str, model: str = "sim", other_models: Sequence[str] = ()
+    ) -> SimEngine:
         """Starts and registers an engine; the router knows it when this returns."""
         engine = self.engines[engine_id] = SimEngine(role, engine_id, model)
+        engine.other_models += other_models
         await engine.start()
         await engine.register(self.registry_channel)
         await self.until_known(engine_id)

@@ -125,6 +125,7 @@ class SimEngine:
         self._keeper: asyncio.Task[None] | None = None
         self.session_id = ""
         """Of its registration."""
+        self.other_models: list[str] = []
 
     # --- its server -------------------------------------------------------------------
 
@@ -181,6 +182,7 @@ class SimEngine:
             kv_bytes_per_token=1024,
             compatibility_hash=COMPATIBILITY,
             engine_version="0.32.0",
+            other_models=self.other_models,
         )
 
     async def register(self, registry: grpc.aio.Channel) -> registry_pb2.Engine:

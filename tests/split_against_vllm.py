@@ -85,7 +85,7 @@ def refusal(body: dict[str, Any], endpoint: Endpoint) -> str:
 
 def main(count: int) -> None:
     chance = random.Random(0)
-    info = handoff.TurnInfo("t", "c", 1)
+    info = handoff.TurnInfo("t", "c", "m", 1)
     params = handoff.prefill_params(info, reuse=True, readers=1, traceparent="tp")
     report: dict[str, Any] = {"served": 0, "refused": 0, "broken": [], "leaks": [], "wrong": []}
     for _ in range(count):

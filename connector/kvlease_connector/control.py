@@ -4,6 +4,7 @@ claims (prefill) or grants (decode). All of it lives in the background loop.
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from kvlease_connector.decode import DecodeSide
 from kvlease_connector.holder import Holders, HolderServer
 from kvlease_connector.options import Options
 from kvlease_connector.prefill import PrefillSide
+from kvlease_connector.served import other_models
 from kvlease_connector.session import Session
 
 log = structlog.get_logger("kvlease.connector")
@@ -105,6 +107,7 @@ class ControlPlane:
             on_opened=self._session_opened,
             on_lost=self._session_lost,
             on_gone=self._http_gone,
+            other_models=functools.partial(other_models, self._engine),
         )
         if self.decode is not None:
             self.decode.bind(self._holder, session)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from urllib.parse import urlsplit
 
 import grpc
@@ -31,7 +31,7 @@ class Session:
     still have shown it, or what the engine granted under it. ``clock`` gives moments;
     ``answers`` tells whether the engine's HTTP server does. When that is gone, nobody can
     use the engine: the session ends, ``on_gone`` is called, and the engine registers again
-    should the server come back.
+    should the server come back. ``other_models`` are asked for each time.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class Session:
         on_gone: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         answers: Callable[[], Awaitable[bool]] | None = None,
+        other_models: Callable[[], Awaitable[Sequence[str]]] | None = None,
     ) -> None:
         self._stub = stub
         self._engine = engine
@@ -54,6 +55,7 @@ class Session:
         self._clock = clock
         self._on_gone = on_gone
         self._answers = answers or self._http_answers
+        self._other_models = other_models
         self._listens = answers or self._http_listens
         self._published: registry_pb2.BlockUsage | None = None
         self.session_id: str | None = None
@@ -68,6 +70,8 @@ class Session:
         try:
             while True:
                 await self._until_http_answers()
+                if self._other_models is not None:
+                    self._engine.other_models[:] = await self._other_models()
                 await self._register()
                 await self._keep()
         finally:

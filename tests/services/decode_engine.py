@@ -93,6 +93,8 @@ class DecodeEngine:
     settings: Settings
     total_blocks: int = 100
     pool: FakeManager = field(init=False)
+    served: list[str] = field(default_factory=lambda: ["qwen"])
+    """What its HTTP server lists as models."""
     ids: Any = field(default_factory=lambda: itertools.count(1))
 
     def __post_init__(self) -> None:
@@ -101,6 +103,7 @@ class DecodeEngine:
     async def start(self) -> None:
         app = web.Application()
         app.router.add_get("/health", _healthy)
+        app.router.add_get("/v1/models", self._models)
         self._runner = web.AppRunner(app)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
@@ -152,6 +155,10 @@ class DecodeEngine:
         """Its leases as it knows them, by conversation."""
         entries = self.side._table.entries.values()
         return {entry.conversation.conversation_id: entry.lease.phase for entry in entries}
+
+    async def _models(self, _: web.Request) -> web.Response:
+        models = [{"id": name, "object": "model"} for name in self.served]
+        return web.json_response({"object": "list", "data": models})
 
     async def stop(self) -> None:
         await asyncio.to_thread(self.control.stop)

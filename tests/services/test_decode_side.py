@@ -26,6 +26,7 @@ from kvlease_connector import grants
 from kvlease_connector.decode import PATIENCE_S
 from kvlease_connector.retention import Phase
 from kvlease_connector.revocations import SURE_S
+from kvlease_connector.served import other_models
 
 GRACE_S = 2.0
 SESSION_S = 3
@@ -80,6 +81,28 @@ async def start_engine(
 async def engine(start_engine: StartEngine) -> DecodeEngine:
     """One with 100 blocks of 4 tokens, of which leases may take 50."""
     return await start_engine()
+
+
+async def test_an_engine_registers_the_adapters_that_its_http_server_lists(
+    plane: ControlPlane,
+) -> None:
+    addresses = {f"{name}_endpoint": value[0] for name, value in plane.addresses.items()}
+    engine = DecodeEngine(
+        plane.settings.model_copy(update=addresses), served=["qwen", "qwen-latest", "sql-adapter"]
+    )
+    await engine.start()
+    try:
+        await until(lambda: engine.has_session)
+        request = registry_pb2.ListEnginesRequest(model="sql-adapter")
+        (found,) = (await plane.registry.ListEngines(request, timeout=5)).engines
+        assert (found.model, list(found.other_models)) == ("qwen", ["qwen-latest", "sql-adapter"])
+    finally:
+        await engine.stop()
+
+
+async def test_an_engine_whose_models_are_not_told_registers_without_adapters() -> None:
+    gone = registry_pb2.Engine(model="qwen", http_address="http://127.0.0.1:1")
+    assert await other_models(gone) == []
 
 
 async def granted(engine: DecodeEngine, *names: str) -> None:

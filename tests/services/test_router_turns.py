@@ -307,6 +307,38 @@ async def test_no_header_of_the_client_reaches_an_engine_but_its_credentials(
         assert not {"Cookie", "X-Any"} & set(seen.headers)
 
 
+# --- LoRA adapters ----------------------------------------------------------------------
+
+
+async def test_a_turn_for_an_adapter_goes_to_engines_that_have_it(stack: Stack) -> None:
+    await stack.add("prefill", "prefill-1", other_models=["sql"])
+    await stack.add("decode", "decode-1", other_models=["sql"])
+
+    body = chat(conversation_id="c", model="sql")
+    async with stack.client.post(stack.url + CHAT, json=body) as response:
+        assert response.status == 200
+        await response.read()
+
+    for name in ("prefill-1", "decode-1"):
+        (seen,) = stack.engines[name].seen
+        assert (seen.body["model"], seen.told["model"]) == ("sql", "sql")
+    assert not stack.engines["prefill-0"].seen
+    assert await stack.metric('kvlease_turns_total{end="ok",model="sql",outcome="miss_no_lease"}')
+
+
+async def test_adapters_are_listed_below_their_model(stack: Stack) -> None:
+    await stack.add("decode", "decode-1", other_models=["sql"])
+
+    async with stack.client.get(stack.url + "/v1/models") as response:
+        listed = (await response.json())["data"]
+    assert [(item["id"], item["parent"]) for item in listed] == [("sim", None), ("sql", "sim")]
+    async with stack.client.get(stack.url + "/v1/models/sql") as response:
+        assert (await response.json())["parent"] == "sim"
+    # Without a model it is still clear which one is meant.
+    async with stack.client.post(stack.url + CHAT, json={"messages": MESSAGES}) as response:
+        assert (await response.json())["model"] == "sim"
+
+
 # --- errors -----------------------------------------------------------------------------
 
 

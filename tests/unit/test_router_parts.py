@@ -20,7 +20,7 @@ from kvlease.router.rules import InvalidRequest
 from kvlease.router.split import Endpoint
 from kvlease.router.turn import Prefilled
 
-INFO = TurnInfo("acme", "c", 3)
+INFO = TurnInfo("acme", "c", "qwen", 3)
 
 
 class Clock:
@@ -79,6 +79,7 @@ def test_the_prefill_half_asks_for_a_handoff_and_names_nothing_remote() -> None:
     assert params["kvlease"] == {
         "tenant": "acme",
         "conversation_id": "c",
+        "model": "qwen",
         "turn": 3,
         "reuse": False,
         "readers": 3,
@@ -98,6 +99,7 @@ def test_the_decode_half_carries_the_prefill_engine_s_parameters_verbatim() -> N
     assert ours == {
         "tenant": "acme",
         "conversation_id": "c",
+        "model": "qwen",
         "turn": 3,
         "traceparent": "tp",
         "handoff_remaining_s": 5.0,

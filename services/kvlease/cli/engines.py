@@ -81,7 +81,7 @@ def _table(found: list[registry_pb2.Engine]) -> Table:
             engine.engine_id,
             role_word(engine.role),
             registry_pb2.EngineState.Name(engine.state).removeprefix("ENGINE_STATE_").lower(),
-            engine.model,
+            "\n".join([engine.model, *engine.other_models]),
             engine.http_address,
             *map(str, blocks),
             tables.ago(engine.register_time, now_s),

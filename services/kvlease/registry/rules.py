@@ -33,6 +33,8 @@ def check_engine(engine: Engine) -> None:
             "engine.compatibility_hash": engine.compatibility_hash,
         },
     )
+    for name in engine.other_models:
+        _check_texts("INVALID_ENGINE", {"engine.other_models": name})
     check_enum(EngineRole.DESCRIPTOR, engine.role, "engine.role", "INVALID_ENGINE", required=True)
     address = urlsplit(engine.http_address)
     if address.scheme not in ("http", "https") or not address.hostname:
@@ -138,4 +140,5 @@ def matches(engine: Engine, role: EngineRole.ValueType, model: str) -> bool:
     return role in (registry_pb2.ENGINE_ROLE_UNSPECIFIED, engine.role) and model in (
         "",
         engine.model,
+        *engine.other_models,
     )

@@ -144,7 +144,7 @@ class Engines:
         return [
             candidate
             for candidate in self._candidates()
-            if candidate.engine.role == role and candidate.engine.model == model
+            if candidate.engine.role == role and model in _names(candidate.engine)
         ]
 
     def overview(self) -> list[tuple[str, str, Candidate]]:
@@ -176,18 +176,16 @@ class Engines:
             if self._is_old(known, now):
                 self._forget(incarnation)
 
-    def models(self) -> list[registry_pb2.Engine]:
-        """One engine, the one that registered first, of each model that is served."""
+    def models(self) -> dict[str, registry_pb2.Engine]:
+        """Every name of a model that is served, and the engine that had it first. The name
+        is a LoRA adapter's, or a further one of the model, if it is not ``engine.model``."""
         first: dict[str, registry_pb2.Engine] = {}
         self._drop_old(self._clock())
-        for known in self._known.values():
-            engine = known.engine
-            earlier = first.get(engine.model)
-            if earlier is None or (
-                engine.register_time.ToNanoseconds() < earlier.register_time.ToNanoseconds()
-            ):
-                first[engine.model] = engine
-        return [first[model] for model in sorted(first)]
+        engines = (known.engine for known in self._known.values())
+        for engine in sorted(engines, key=lambda engine: engine.register_time.ToNanoseconds()):
+            for name in _names(engine):
+                first.setdefault(name, engine)
+        return dict(sorted(first.items()))
 
     def unready_reason(self) -> str:
         """Why turns cannot be served, as a sentence; empty if they can."""
@@ -253,6 +251,10 @@ class Engines:
         """How long a live engine needs at most to be back after its session was lost with
         the store: it renews every third of the TTL."""
         return self._remember_s / REMEMBER_SESSIONS / 3 + 2.0
+
+
+def _names(engine: registry_pb2.Engine) -> tuple[str, ...]:
+    return (engine.model, *engine.other_models)
 
 
 def _state(candidate: Candidate) -> str:

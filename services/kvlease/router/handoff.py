@@ -24,6 +24,7 @@ class TurnInfo:
 
     tenant: str
     conversation_id: str
+    model: str
     turn: int
 
 
@@ -96,6 +97,7 @@ def prefill_params(
         KEY: {
             "tenant": info.tenant,
             "conversation_id": info.conversation_id,
+            "model": info.model,
             "turn": info.turn,
             "reuse": reuse,
             "readers": readers,
@@ -126,6 +128,7 @@ def decode_params(
         KEY: {
             "tenant": info.tenant,
             "conversation_id": info.conversation_id,
+            "model": info.model,
             "turn": info.turn,
             "traceparent": traceparent,
             "handoff_remaining_s": handoff_remaining_s,

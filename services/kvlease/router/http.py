@@ -72,17 +72,16 @@ class Http:
 
     async def _models(self, request: web.Request) -> web.Response:
         self._tenant(request)
-        data = [_model_object(engine) for engine in self._engines.models()]
+        data = [_model_object(name, engine) for name, engine in self._engines.models().items()]
         return web.json_response({"object": "list", "data": data})
 
     async def _model(self, request: web.Request) -> web.Response:
         self._tenant(request)
         wanted = request.match_info["model"]
         served = self._engines.models()
-        for engine in served:
-            if engine.model == wanted:
-                return web.json_response(_model_object(engine))
-        raise errors.unknown_model(wanted, [engine.model for engine in served])
+        if wanted not in served:
+            raise errors.unknown_model(wanted, list(served))
+        return web.json_response(_model_object(wanted, served[wanted]))
 
     async def _health(self, _: web.Request) -> web.Response:
         """The process lives."""
@@ -138,7 +137,7 @@ class Http:
             request.match_info["conversation_id"], "conversation_id"
         )
         model = request.query.get("model")
-        models = [model] if model else [engine.model for engine in self._engines.models()]
+        models = [model] if model else list(self._engines.models())
         with self._tracer.start_as_current_span(
             operation, context=telemetry.extract(request.headers)
         ) as span:
@@ -187,12 +186,14 @@ class _Named:
         return web.json_response(body, headers={TRACE_ID_HEADER: self.trace_id})
 
 
-def _model_object(engine: registry_pb2.Engine) -> dict[str, object]:
+def _model_object(name: str, engine: registry_pb2.Engine) -> dict[str, object]:
+    """As vLLM shows it: an adapter has its model as ``parent``."""
     return {
-        "id": engine.model,
+        "id": name,
         "object": "model",
         "created": engine.register_time.seconds,
         "owned_by": "kvlease",
+        "parent": None if name == engine.model else engine.model,
     }
 
 

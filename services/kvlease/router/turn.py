@@ -51,7 +51,7 @@ class Turn:
     @property
     def info(self) -> TurnInfo:
         """What engines learn about it."""
-        return TurnInfo(self.ask.tenant, self.ask.conversation_id, self.number)
+        return TurnInfo(self.ask.tenant, self.ask.conversation_id, self.ask.model, self.number)
 
     @property
     def ids(self) -> dict[str, object]:

@@ -158,8 +158,8 @@ class Turns:
             tenant = rules.tenant_of(request.headers.get("Authorization", ""), self._keys)
         except rules.UnknownKey:
             raise errors.unauthorized() from None
-        try:
         _check_content_type(request)
+        try:
             raw = await request.read()
         except web.HTTPRequestEntityTooLarge:
             raise errors.too_large(self._max_body_bytes) from None
@@ -169,16 +169,16 @@ class Turns:
             ) from None
         ask = read_ask(endpoint, raw, request.headers, tenant)
         engines = self._tools.engines
-        known = [engine.model for engine in engines.models()]
+        known = engines.models()
         if ask.model in known:
             return ask
         if not known:
             raise errors.unavailable(engines.unready_reason(), "no_engine")
         if ask.model:
-            raise errors.unknown_model(ask.model, known)
-        if len(known) > 1:
+            raise errors.unknown_model(ask.model, list(known))
+        if len({engine.model for engine in known.values()}) > 1:
             raise rules.InvalidRequest(f"model is missing: name one of {', '.join(known)}", "model")
-        return replace(ask, model=known[0])
+        return replace(ask, model=next(iter(known.values())).model)
 
     async def _route(self, ask: Ask, answer: _Answer) -> Turn:
         """Counts the turn and makes sure that it can be served. The engines that are
@@ -269,7 +269,6 @@ class Turns:
             raise errors.engine_lost(f"{lost}, and {choice.reason}. Send the request again.")
 
 
-class _Answer:
 def _check_content_type(request: web.Request) -> None:
     """Raises :class:`HttpError` for what is said not to be JSON; an absent type is fine."""
     said = request.content_type
@@ -278,6 +277,7 @@ def _check_content_type(request: web.Request) -> None:
         raise errors.not_json(said)
 
 
+class _Answer:
     """What the client gets, and how the turn ended: ``end`` is a word for metrics."""
 
     def __init__(self, request: web.Request, trace: TurnTrace) -> None:

@@ -166,6 +166,7 @@ class Engine(google.protobuf.message.Message):
     REGISTER_TIME_FIELD_NUMBER: builtins.int
     ENGINE_VERSION_FIELD_NUMBER: builtins.int
     HOLDER_ADDRESS_FIELD_NUMBER: builtins.int
+    OTHER_MODELS_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     """The name that stays the same over restarts. Set by the operator. Required."""
     role: Global___EngineRole.ValueType
@@ -222,6 +223,12 @@ class Engine(google.protobuf.message.Message):
     def register_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When this incarnation registered. Set by the registry, its clock."""
 
+    @property
+    def other_models(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Other names by which clients may ask the engine for turns: LoRA adapters that were
+        loaded when it registered, and further served names of the model.
+        """
+
     def __init__(
         self,
         *,
@@ -244,10 +251,11 @@ class Engine(google.protobuf.message.Message):
         register_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         engine_version: builtins.str = ...,
         holder_address: builtins.str = ...,
+        other_models: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["parallelism", b"parallelism", "register_time", b"register_time", "session_ttl", b"session_ttl", "usage", b"usage"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_size", b"block_size", "compatibility_hash", b"compatibility_hash", "engine_id", b"engine_id", "engine_version", b"engine_version", "holder_address", b"holder_address", "http_address", b"http_address", "incarnation", b"incarnation", "kv_bytes_per_token", b"kv_bytes_per_token", "model", b"model", "parallelism", b"parallelism", "register_time", b"register_time", "role", b"role", "session_id", b"session_id", "session_ttl", b"session_ttl", "side_channel_host", b"side_channel_host", "side_channel_port", b"side_channel_port", "state", b"state", "usage", b"usage", "weights_version", b"weights_version"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_size", b"block_size", "compatibility_hash", b"compatibility_hash", "engine_id", b"engine_id", "engine_version", b"engine_version", "holder_address", b"holder_address", "http_address", b"http_address", "incarnation", b"incarnation", "kv_bytes_per_token", b"kv_bytes_per_token", "model", b"model", "other_models", b"other_models", "parallelism", b"parallelism", "register_time", b"register_time", "role", b"role", "session_id", b"session_id", "session_ttl", b"session_ttl", "side_channel_host", b"side_channel_host", "side_channel_port", b"side_channel_port", "state", b"state", "usage", b"usage", "weights_version", b"weights_version"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Engine: typing_extensions.TypeAlias = Engine
@@ -438,7 +446,7 @@ class ListEnginesRequest(google.protobuf.message.Message):
     role: Global___EngineRole.ValueType
     """Only engines of this role. Absent: all."""
     model: builtins.str
-    """Only engines of this model. Absent: all."""
+    """Only engines of this model, by any of its names. Absent: all."""
     page_size: builtins.int
     """At most so many; 100 where absent, 1000 at most."""
     page_token: builtins.str
@@ -488,7 +496,7 @@ class WatchEnginesRequest(google.protobuf.message.Message):
     role: Global___EngineRole.ValueType
     """Only engines of this role. Absent: all."""
     model: builtins.str
-    """Only engines of this model. Absent: all."""
+    """Only engines of this model, by any of its names. Absent: all."""
     def __init__(
         self,
         *,
