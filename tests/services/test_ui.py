@@ -263,7 +263,12 @@ async def test_its_state_tells_of_a_lease_service_that_is_away(stack: Stack) -> 
 
 
 async def test_its_files_allow_nothing_from_elsewhere(stack: Stack) -> None:
-    for path, kind in (("", "text/html"), ("/ui.js", "text/javascript"), ("/ui.css", "text/css")):
+    for path, kind in (
+        ("", "text/html"),
+        ("/", "text/html"),
+        ("/ui.js", "text/javascript"),
+        ("/ui.css", "text/css"),
+    ):
         async with stack.client.get(f"{stack.url}/ui{path}") as response:
             assert (response.status, response.content_type) == (200, kind)
             policy = response.headers["Content-Security-Policy"]

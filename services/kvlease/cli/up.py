@@ -197,6 +197,7 @@ def _summary(stack: local.Stack) -> str:
     endpoints = stack.endpoints
     lines = [
         ("router, OpenAI's API", endpoints["router_http"] + "/v1"),
+        ("router, live page", endpoints["router_http"] + "/ui"),
         ("router, gRPC", endpoints["router_grpc"]),
         ("lease service", ", ".join(endpoints["lease_replicas_grpc"])),
         ("registry", endpoints["registry_grpc"]),

@@ -50,6 +50,7 @@ class Ui:
     def add_to(self, app: web.Application) -> None:
         """Adds ``/ui`` and what is under it."""
         app.router.add_get("/ui", self._page)
+        app.router.add_get("/ui/", self._page)
         app.router.add_get("/ui/state", self._state)
         app.router.add_get("/ui/{name:ui\\.(css|js)}", self._file)
 
