@@ -73,6 +73,11 @@ class ComposeStack:
         """SIGKILL to one replica, which stays down."""
         run("docker", "kill", self.containers(service)[0])
 
+    def restart(self, service: str) -> None:
+        """Ends a service in order and starts it again; returns when it is healthy."""
+        self.compose("restart", service)
+        self.compose("up", "--no-build", "--detach", "--wait", service)
+
     def targets(self) -> list[str]:
         """The URLs of /metrics that Prometheus would scrape: each replica of the services
         that are named in its configuration."""

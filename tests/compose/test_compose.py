@@ -49,7 +49,7 @@ def test_three_turns_hit_and_go_on_hitting_whatever_dies(compose_stack: ComposeS
     without_router = talk.turn()
     compose_stack.kill_one("lease")
     without_lease = talk.turn()
-    compose_stack.compose("restart", "etcd")
+    compose_stack.restart("etcd")
     compose_stack.wait_ready()
     after_restart = talk.turn()
 
