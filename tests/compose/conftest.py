@@ -36,16 +36,16 @@ def docker() -> Iterator[None]:
         pytest.skip(str(error))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def compose_receiver(docker: None) -> Iterator[Receiver]:
     """Receives the spans of everything in the stack."""
     with receiving(host=docker_host.gateway()) as receiver:
         yield receiver
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def compose_stack(docker: None, compose_receiver: Receiver) -> Iterator[ComposeStack]:
-    """One stack for all tests, built from the sources as they are."""
+    """One stack for all tests of a file, built from the sources as they are."""
     docker_host.have_base_images()
     stack = ComposeStack(f"kvlease-test-{os.getpid()}", compose_receiver.endpoint)
     with docker_host.timed("building the images"):
