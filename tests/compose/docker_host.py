@@ -16,7 +16,7 @@ STANDIN = Path(__file__).with_name("standin.sh")
 BASE_IMAGES = {"etcd": "quay.io/coreos/etcd:v3.5.21", "python": "python:3.11-slim-bookworm"}
 
 _START_S = 60.0
-_STEP_S = 600.0
+_STEP_S = 900.0
 
 
 class NoDocker(Exception):
