@@ -240,6 +240,18 @@ async def test_it_can_be_stopped(stack: Stack, page: Page) -> None:
     await expect(page.get_by_text("As of")).to_be_visible()
 
 
+async def test_what_was_there_stays_while_the_lease_service_is_away(
+    stack: Stack, page: Page
+) -> None:
+    await record(stack, ["books-42"], turn(1))
+    await expect(row(page, "books-42")).to_be_visible()
+    await stack.lease.stop()
+    await expect(page.get_by_role("alert")).to_contain_text("The lease service at")
+    await expect(row(page, "books-42")).to_be_visible()
+    await stack.start("lease")
+    await expect(page.get_by_role("alert")).to_be_hidden()
+
+
 async def test_it_says_when_the_router_has_gone_and_goes_on_when_it_is_back(
     stack: Stack, page: Page
 ) -> None:
@@ -258,6 +270,7 @@ async def test_its_state_tells_of_a_lease_service_that_is_away(stack: Stack) -> 
     await stack.lease.stop()
     found = await state(stack)
     assert found["problem"].startswith("The lease service at")
+    assert found["conversations"] is None  # which is not the same as none
     assert [engine["id"] for engine in found["engines"]] == ["decode-0", "prefill-0"]
     await stack.start("lease")
 

@@ -76,7 +76,7 @@ class Ui:
         shown: dict[str, Any] = {
             "problem": self._engines.unready_reason(),
             "engines": [state.engine(*row) for row in self._engines.overview()],
-            "conversations": [],
+            "conversations": None,  # not known
             "total": 0,
         }
         try:

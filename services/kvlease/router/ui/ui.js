@@ -197,8 +197,10 @@ async function update() {
     problem(state.problem);
     news(state);
     engines.show(state.engines);
-    conversations.show(state.conversations);
-    tell(state, wanted);
+    if (state.conversations) {
+      conversations.show(state.conversations);
+      tell(state, wanted);
+    }
   } catch (error) {
     if (mine !== asked) return;
     problem(`The router does not answer: what is below may be old. (${error.message})`);
