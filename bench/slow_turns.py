@@ -1,11 +1,13 @@
 """Five slow turns and their traces, for docs/tracing.md: each time a conversation's second
 turn, whose history of 4,000 tokens could be read, if nothing came between.
 
-.venv/bin/python bench/slow_turns.py            # about two minutes
+.venv/bin/python bench/slow_turns.py            # about three minutes
+.venv/bin/python bench/slow_turns.py --write docs/tracing.md
 """
 
 from __future__ import annotations
 
+import argparse
 import signal
 import sys
 import tempfile
@@ -20,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from engines.look import holder_of
 from engines.turns import Client, Message, text
-from waterfall import show
+from waterfall import show, write
 
 from kvlease.cli.parts import Options
 from kvlease.cli.stack import Stack
@@ -29,6 +31,9 @@ CHARS = 4000
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", type=Path, metavar="FILE", help="put them there, too")
+    file = parser.parse_args().write
     with tempfile.TemporaryDirectory() as directory:
         options = Options(
             directory=Path(directory),
@@ -42,7 +47,11 @@ def main() -> None:
             client = Client(stack.endpoints["router_http"], "model")
             begin(stack, client, "warm-up")
             for case in (nothing, rewritten, late, queued, unanswered, killed):
-                print(f"--- {case.__doc__}\n\n{show(stack, case(stack, client))}", flush=True)
+                print(f"running: {case.__name__}", file=sys.stderr, flush=True)
+                shown = show(stack, case(stack, client))
+                print(f"--- {case.__doc__}\n\n{shown}", flush=True)
+                if file:
+                    write(file, f"bench/slow_turns.py: {case.__name__}", shown)
 
 
 def begin(
