@@ -1,5 +1,5 @@
 """Five slow turns and their traces, for docs/tracing.md: each time a conversation's second
-turn, whose history of 4,000 tokens could be read, if nothing came between.
+turn, whose history of 3,000 tokens could be read, if nothing came between.
 
 .venv/bin/python bench/slow_turns.py            # about three minutes
 .venv/bin/python bench/slow_turns.py --write docs/tracing.md
@@ -27,7 +27,7 @@ from waterfall import show, write
 from kvlease.cli.parts import Options
 from kvlease.cli.stack import Stack
 
-CHARS = 4000
+CHARS = 3000
 
 
 def main() -> None:
@@ -90,7 +90,7 @@ def late(stack: Stack, client: Client) -> str:
 def queued(stack: Stack, client: Client) -> str:
     """The prefill engine works on another prompt."""
     messages = begin(stack, client, "books-4")
-    other = [{"role": "user", "content": text(3 * CHARS, seed=3)}]
+    other = [{"role": "user", "content": text(2 * CHARS, seed=3)}]
     with running(lambda: client.chat(other, "other")):
         time.sleep(0.5)
         return client.chat(messages, "books-4").trace_id
