@@ -89,6 +89,7 @@ async def test_what_the_registry_sets_cannot_be_sent(plane: ControlPlane) -> Non
         ({"side_channel_host": ""}, "side_channel_host"),
         ({"side_channel_port": 0}, "side_channel_port"),
         ({"block_size": 0}, "block_size"),
+        ({"other_models": ["a", ""]}, "other_models"),
         ({"compatibility_hash": ""}, "compatibility_hash"),
     ],
 )
