@@ -92,6 +92,7 @@ class DecodeSide:
         )
         self._kept: dict[str, _Kept] = {}
         self._retained = Retained()
+        self._turns_over_budget = 0
         self._pauses = Pauses()
         self._waiting = ""
         """The request that was about to be admitted last."""
@@ -130,6 +131,7 @@ class DecodeSide:
         entry = Entry(turn.conversation, session.session_id or "", lease, asked_at=now)
         if not self._add(entry, _Kept(turn, blocks)):
             holder.release(blocks)
+            self._turns_over_budget += 1
             log.info("not granted: the retention budget is full", **turn.ids)
             return
         self._grants.begin(entry, turn)
@@ -336,6 +338,7 @@ class DecodeSide:
                 retained_blocks=len(self._retained) - unretained.coming,
                 retained_leases=len(self._table.entries) - len(over),
                 retention_budget_blocks=self._budget,
+                turns_over_budget=self._turns_over_budget,
             )
 
     # --- background loop --------------------------------------------------------------

@@ -262,6 +262,8 @@ async def test_a_turn_that_is_larger_than_the_budget_is_not_kept(
 
     assert engine.free == 90
     assert list(await stored(plane)) == ["small"]
+    assert engine.usage.turns_over_budget == 1
+    assert engine.usage.retention_budget_blocks == 50
 
 
 async def test_a_full_budget_gives_the_cheapest_lease_up_for_a_new_one(

@@ -108,6 +108,7 @@ async def _tell_usage(registry: Any, engine: SimEngine) -> None:
         retained_blocks=12,
         retained_leases=3,
         retention_budget_blocks=50,
+        turns_over_budget=2,
     )
     request = registry_pb2.KeepAliveRequest(
         session_id=engine.session_id,

@@ -373,6 +373,38 @@ async def test_watches_end_cleanly_when_the_registry_stops(plane: ControlPlane) 
     assert await call.code() is grpc.StatusCode.OK
 
 
+async def test_what_retention_costs_adds_up_over_time(plane: ControlPlane) -> None:
+    def shown(what: str) -> float | None:
+        labels = {"role": "decode", "engine_id": "keeps", "model": "qwen"}
+        return REGISTRY.get_sample_value(f"kvlease_engine_{what}", labels)
+
+    engine = await plane.register(engine_id="keeps")
+    await until(lambda: shown("retained_blocks") == 0)
+    assert shown("retained_block_seconds_total") == 0
+    began = time.monotonic()
+    usage = registry_pb2.BlockUsage(total_blocks=100, free_blocks=60, retained_blocks=30)
+    await plane.registry.KeepAlive(keep_alive(engine, usage=usage), timeout=CALL_S)
+    await until(lambda: shown("retained_blocks") == 30)
+    await asyncio.sleep(0.05)  # whoever adds up learns of it a moment later
+    kept_from = time.monotonic()
+    await asyncio.sleep(0.2)
+    at_least = 30 * (time.monotonic() - kept_from)
+    usage.retained_blocks = 0
+    await plane.registry.KeepAlive(keep_alive(engine, usage=usage), timeout=CALL_S)
+    await until(lambda: shown("retained_blocks") == 0)
+    await asyncio.sleep(0.05)
+    total = shown("retained_block_seconds_total")
+    assert total is not None
+    assert at_least <= total <= 30 * (time.monotonic() - began)
+    await asyncio.sleep(0.05)
+    assert shown("retained_block_seconds_total") == total
+    # an engine that is gone is not shown
+    gone = registry_pb2.DeregisterRequest(session_id=engine.session_id)
+    await plane.registry.Deregister(gone, timeout=CALL_S)
+    await until(lambda: shown("retained_blocks") is None)
+    assert shown("retained_block_seconds_total") is None
+
+
 async def test_session_losses_are_counted_and_orderly_ends_are_not(plane: ControlPlane) -> None:
     def count(what: str, engine_id: str) -> float:
         labels = {"role": "decode", "engine_id": engine_id}

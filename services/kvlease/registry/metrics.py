@@ -110,6 +110,16 @@ class EnginesCollector(Collector):
             "average.",
             labels=_LABELS,
         )
+        over = CounterMetricFamily(
+            "kvlease_engine_turns_over_budget",
+            "Turns whose blocks an engine did not keep because its budget was full of leases that "
+            "are worth more: the next turns of those conversations miss.",
+            labels=_LABELS,
+        )
+        for engine in engines.values():
+            if engine.usage.retention_budget_blocks:
+                over.add_metric([*ids(engine), engine.model], engine.usage.turns_over_budget)
+        yield over
         now = self._clock()
         for key, retention in list(self._retention.items()):
             if key in engines:

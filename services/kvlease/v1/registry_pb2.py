@@ -26,59 +26,59 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvlease/v1/registry.proto\x12\nkvlease.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"U\n\x0bParallelism\x12\x0e\n\x06tensor\x18\x01 \x01(\r\x12\x10\n\x08pipeline\x18\x02 \x01(\r\x12\x16\n\x0e\x64\x65\x63ode_context\x18\x03 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\r\"\x8a\x01\n\nBlockUsage\x12\x14\n\x0ctotal_blocks\x18\x01 \x01(\x04\x12\x13\n\x0b\x66ree_blocks\x18\x02 \x01(\x04\x12\x17\n\x0fretained_blocks\x18\x03 \x01(\x04\x12\x17\n\x0fretained_leases\x18\x04 \x01(\x04\x12\x1f\n\x17retention_budget_blocks\x18\x05 \x01(\x04\"\xd0\x04\n\x06\x45ngine\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12$\n\x04role\x18\x02 \x01(\x0e\x32\x16.kvlease.v1.EngineRole\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x17\n\x0fweights_version\x18\x05 \x01(\t\x12\x14\n\x0chttp_address\x18\x06 \x01(\t\x12\x19\n\x11side_channel_host\x18\x07 \x01(\t\x12\x19\n\x11side_channel_port\x18\x08 \x01(\r\x12\x12\n\nblock_size\x18\t \x01(\r\x12,\n\x0bparallelism\x18\n \x01(\x0b\x32\x17.kvlease.v1.Parallelism\x12\x1a\n\x12kv_bytes_per_token\x18\x0b \x01(\x04\x12\x1a\n\x12\x63ompatibility_hash\x18\x0c \x01(\t\x12&\n\x05state\x18\r \x01(\x0e\x32\x17.kvlease.v1.EngineState\x12%\n\x05usage\x18\x0e \x01(\x0b\x32\x16.kvlease.v1.BlockUsage\x12\x12\n\nsession_id\x18\x0f \x01(\t\x12.\n\x0bsession_ttl\x18\x10 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x31\n\rregister_time\x18\x11 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x16\n\x0e\x65ngine_version\x18\x12 \x01(\t\x12\x16\n\x0eholder_address\x18\x13 \x01(\t\x12\x14\n\x0cother_models\x18\x14 \x03(\t\"5\n\x0fRegisterRequest\x12\"\n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x12.kvlease.v1.Engine\"6\n\x10RegisterResponse\x12\"\n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x12.kvlease.v1.Engine\"\x9b\x01\n\x10KeepAliveRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12$\n\x04role\x18\x02 \x01(\x0e\x32\x16.kvlease.v1.EngineRole\x12\x11\n\tengine_id\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12%\n\x05usage\x18\x05 \x01(\x0b\x32\x16.kvlease.v1.BlockUsage\"k\n\x11KeepAliveResponse\x12.\n\x0bsession_ttl\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.kvlease.v1.EngineState\"G\n\x0c\x44rainRequest\x12$\n\x04role\x18\x01 \x01(\x0e\x32\x16.kvlease.v1.EngineRole\x12\x11\n\tengine_id\x18\x02 \x01(\t\"\'\n\x11\x44\x65registerRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x14\n\x12\x44\x65registerResponse\"K\n\x10GetEngineRequest\x12$\n\x04role\x18\x01 \x01(\x0e\x32\x16.kvlease.v1.EngineRole\x12\x11\n\tengine_id\x18\x02 \x01(\t\"p\n\x12ListEnginesRequest\x12$\n\x04role\x18\x01 \x01(\x0e\x32\x16.kvlease.v1.EngineRole\x12\r\n\x05model\x18\x02 \x01(\t\x12\x11\n\tpage_size\x18\x03 \x01(\x05\x12\x12\n\npage_token\x18\x04 \x01(\t\"S\n\x13ListEnginesResponse\x12#\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x12.kvlease.v1.Engine\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"J\n\x13WatchEnginesRequest\x12$\n\x04role\x18\x01 \x01(\x0e\x32\x16.kvlease.v1.EngineRole\x12\r\n\x05model\x18\x02 \x01(\t\"\xc0\x01\n\x14WatchEnginesResponse\x12\x33\n\x04kind\x18\x01 \x01(\x0e\x32%.kvlease.v1.WatchEnginesResponse.Kind\x12\"\n\x06\x65ngine\x18\x02 \x01(\x0b\x32\x12.kvlease.v1.Engine\"O\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x0f\n\x0bKIND_UPSERT\x10\x01\x12\x0f\n\x0bKIND_DELETE\x10\x02\x12\x0f\n\x0bKIND_SYNCED\x10\x03\"y\n\x07Replica\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x14\n\x0chttp_address\x18\x02 \x01(\t\x12\x14\n\x0cgrpc_address\x18\x03 \x01(\t\x12.\n\nstart_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"=\n\x15\x41nnounceRouterRequest\x12$\n\x07replica\x18\x01 \x01(\x0b\x32\x13.kvlease.v1.Replica\"H\n\x16\x41nnounceRouterResponse\x12.\n\x0bsession_ttl\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x14\n\x12ListRoutersRequest\"<\n\x13ListRoutersResponse\x12%\n\x08replicas\x18\x01 \x03(\x0b\x32\x13.kvlease.v1.Replica*Z\n\nEngineRole\x12\x1b\n\x17\x45NGINE_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13\x45NGINE_ROLE_PREFILL\x10\x01\x12\x16\n\x12\x45NGINE_ROLE_DECODE\x10\x02*`\n\x0b\x45ngineState\x12\x1c\n\x18\x45NGINE_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x45NGINE_STATE_SERVING\x10\x01\x12\x19\n\x15\x45NGINE_STATE_DRAINING\x10\x02\x32\xac\x05\n\x08Registry\x12\x45\n\x08Register\x12\x1b.kvlease.v1.RegisterRequest\x1a\x1c.kvlease.v1.RegisterResponse\x12H\n\tKeepAlive\x12\x1c.kvlease.v1.KeepAliveRequest\x1a\x1d.kvlease.v1.KeepAliveResponse\x12\x35\n\x05\x44rain\x12\x18.kvlease.v1.DrainRequest\x1a\x12.kvlease.v1.Engine\x12K\n\nDeregister\x12\x1d.kvlease.v1.DeregisterRequest\x1a\x1e.kvlease.v1.DeregisterResponse\x12=\n\tGetEngine\x12\x1c.kvlease.v1.GetEngineRequest\x1a\x12.kvlease.v1.Engine\x12N\n\x0bListEngines\x12\x1e.kvlease.v1.ListEnginesRequest\x1a\x1f.kvlease.v1.ListEnginesResponse\x12S\n\x0cWatchEngines\x12\x1f.kvlease.v1.WatchEnginesRequest\x1a .kvlease.v1.WatchEnginesResponse0\x01\x12W\n\x0e\x41nnounceRouter\x12!.kvlease.v1.AnnounceRouterRequest\x1a\".kvlease.v1.AnnounceRouterResponse\x12N\n\x0bListRouters\x12\x1e.kvlease.v1.ListRoutersRequest\x1a\x1f.kvlease.v1.ListRoutersResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvlease/v1/registry.proto\x12\nkvlease.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"U\n\x0bParallelism\x12\x0e\n\x06tensor\x18\x01 \x01(\r\x12\x10\n\x08pipeline\x18\x02 \x01(\r\x12\x16\n\x0e\x64\x65\x63ode_context\x18\x03 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\r\"\xa5\x01\n\nBlockUsage\x12\x14\n\x0ctotal_blocks\x18\x01 \x01(\x04\x12\x13\n\x0b\x66ree_blocks\x18\x02 \x01(\x04\x12\x17\n\x0fretained_blocks\x18\x03 \x01(\x04\x12\x17\n\x0fretained_leases\x18\x04 \x01(\x04\x12\x1f\n\x17retention_budget_blocks\x18\x05 \x01(\x04\x12\x19\n\x11turns_over_budget\x18\x06 \x01(\x04\"\xd0\x04\n\x06\x45ngine\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12$\n\x04role\x18\x02 \x01(\x0e\x32\x16.kvlease.v1.EngineRole\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x17\n\x0fweights_version\x18\x05 \x01(\t\x12\x14\n\x0chttp_address\x18\x06 \x01(\t\x12\x19\n\x11side_channel_host\x18\x07 \x01(\t\x12\x19\n\x11side_channel_port\x18\x08 \x01(\r\x12\x12\n\nblock_size\x18\t \x01(\r\x12,\n\x0bparallelism\x18\n \x01(\x0b\x32\x17.kvlease.v1.Parallelism\x12\x1a\n\x12kv_bytes_per_token\x18\x0b \x01(\x04\x12\x1a\n\x12\x63ompatibility_hash\x18\x0c \x01(\t\x12&\n\x05state\x18\r \x01(\x0e\x32\x17.kvlease.v1.EngineState\x12%\n\x05usage\x18\x0e \x01(\x0b\x32\x16.kvlease.v1.BlockUsage\x12\x12\n\nsession_id\x18\x0f \x01(\t\x12.\n\x0bsession_ttl\x18\x10 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x31\n\rregister_time\x18\x11 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x16\n\x0e\x65ngine_version\x18\x12 \x01(\t\x12\x16\n\x0eholder_address\x18\x13 \x01(\t\x12\x14\n\x0cother_models\x18\x14 \x03(\t\"5\n\x0fRegisterRequest\x12\"\n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x12.kvlease.v1.Engine\"6\n\x10RegisterResponse\x12\"\n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x12.kvlease.v1.Engine\"\x9b\x01\n\x10KeepAliveRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12$\n\x04role\x18\x02 \x01(\x0e\x32\x16.kvlease.v1.EngineRole\x12\x11\n\tengine_id\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12%\n\x05usage\x18\x05 \x01(\x0b\x32\x16.kvlease.v1.BlockUsage\"k\n\x11KeepAliveResponse\x12.\n\x0bsession_ttl\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.kvlease.v1.EngineState\"G\n\x0c\x44rainRequest\x12$\n\x04role\x18\x01 \x01(\x0e\x32\x16.kvlease.v1.EngineRole\x12\x11\n\tengine_id\x18\x02 \x01(\t\"\'\n\x11\x44\x65registerRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x14\n\x12\x44\x65registerResponse\"K\n\x10GetEngineRequest\x12$\n\x04role\x18\x01 \x01(\x0e\x32\x16.kvlease.v1.EngineRole\x12\x11\n\tengine_id\x18\x02 \x01(\t\"p\n\x12ListEnginesRequest\x12$\n\x04role\x18\x01 \x01(\x0e\x32\x16.kvlease.v1.EngineRole\x12\r\n\x05model\x18\x02 \x01(\t\x12\x11\n\tpage_size\x18\x03 \x01(\x05\x12\x12\n\npage_token\x18\x04 \x01(\t\"S\n\x13ListEnginesResponse\x12#\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x12.kvlease.v1.Engine\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"J\n\x13WatchEnginesRequest\x12$\n\x04role\x18\x01 \x01(\x0e\x32\x16.kvlease.v1.EngineRole\x12\r\n\x05model\x18\x02 \x01(\t\"\xc0\x01\n\x14WatchEnginesResponse\x12\x33\n\x04kind\x18\x01 \x01(\x0e\x32%.kvlease.v1.WatchEnginesResponse.Kind\x12\"\n\x06\x65ngine\x18\x02 \x01(\x0b\x32\x12.kvlease.v1.Engine\"O\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x0f\n\x0bKIND_UPSERT\x10\x01\x12\x0f\n\x0bKIND_DELETE\x10\x02\x12\x0f\n\x0bKIND_SYNCED\x10\x03\"y\n\x07Replica\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x14\n\x0chttp_address\x18\x02 \x01(\t\x12\x14\n\x0cgrpc_address\x18\x03 \x01(\t\x12.\n\nstart_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"=\n\x15\x41nnounceRouterRequest\x12$\n\x07replica\x18\x01 \x01(\x0b\x32\x13.kvlease.v1.Replica\"H\n\x16\x41nnounceRouterResponse\x12.\n\x0bsession_ttl\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x14\n\x12ListRoutersRequest\"<\n\x13ListRoutersResponse\x12%\n\x08replicas\x18\x01 \x03(\x0b\x32\x13.kvlease.v1.Replica*Z\n\nEngineRole\x12\x1b\n\x17\x45NGINE_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13\x45NGINE_ROLE_PREFILL\x10\x01\x12\x16\n\x12\x45NGINE_ROLE_DECODE\x10\x02*`\n\x0b\x45ngineState\x12\x1c\n\x18\x45NGINE_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x45NGINE_STATE_SERVING\x10\x01\x12\x19\n\x15\x45NGINE_STATE_DRAINING\x10\x02\x32\xac\x05\n\x08Registry\x12\x45\n\x08Register\x12\x1b.kvlease.v1.RegisterRequest\x1a\x1c.kvlease.v1.RegisterResponse\x12H\n\tKeepAlive\x12\x1c.kvlease.v1.KeepAliveRequest\x1a\x1d.kvlease.v1.KeepAliveResponse\x12\x35\n\x05\x44rain\x12\x18.kvlease.v1.DrainRequest\x1a\x12.kvlease.v1.Engine\x12K\n\nDeregister\x12\x1d.kvlease.v1.DeregisterRequest\x1a\x1e.kvlease.v1.DeregisterResponse\x12=\n\tGetEngine\x12\x1c.kvlease.v1.GetEngineRequest\x1a\x12.kvlease.v1.Engine\x12N\n\x0bListEngines\x12\x1e.kvlease.v1.ListEnginesRequest\x1a\x1f.kvlease.v1.ListEnginesResponse\x12S\n\x0cWatchEngines\x12\x1f.kvlease.v1.WatchEnginesRequest\x1a .kvlease.v1.WatchEnginesResponse0\x01\x12W\n\x0e\x41nnounceRouter\x12!.kvlease.v1.AnnounceRouterRequest\x1a\".kvlease.v1.AnnounceRouterResponse\x12N\n\x0bListRouters\x12\x1e.kvlease.v1.ListRoutersRequest\x1a\x1f.kvlease.v1.ListRoutersResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvlease.v1.registry_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ENGINEROLE']._serialized_start=2334
-  _globals['_ENGINEROLE']._serialized_end=2424
-  _globals['_ENGINESTATE']._serialized_start=2426
-  _globals['_ENGINESTATE']._serialized_end=2522
+  _globals['_ENGINEROLE']._serialized_start=2361
+  _globals['_ENGINEROLE']._serialized_end=2451
+  _globals['_ENGINESTATE']._serialized_start=2453
+  _globals['_ENGINESTATE']._serialized_end=2549
   _globals['_PARALLELISM']._serialized_start=106
   _globals['_PARALLELISM']._serialized_end=191
   _globals['_BLOCKUSAGE']._serialized_start=194
-  _globals['_BLOCKUSAGE']._serialized_end=332
-  _globals['_ENGINE']._serialized_start=335
-  _globals['_ENGINE']._serialized_end=927
-  _globals['_REGISTERREQUEST']._serialized_start=929
-  _globals['_REGISTERREQUEST']._serialized_end=982
-  _globals['_REGISTERRESPONSE']._serialized_start=984
-  _globals['_REGISTERRESPONSE']._serialized_end=1038
-  _globals['_KEEPALIVEREQUEST']._serialized_start=1041
-  _globals['_KEEPALIVEREQUEST']._serialized_end=1196
-  _globals['_KEEPALIVERESPONSE']._serialized_start=1198
-  _globals['_KEEPALIVERESPONSE']._serialized_end=1305
-  _globals['_DRAINREQUEST']._serialized_start=1307
-  _globals['_DRAINREQUEST']._serialized_end=1378
-  _globals['_DEREGISTERREQUEST']._serialized_start=1380
-  _globals['_DEREGISTERREQUEST']._serialized_end=1419
-  _globals['_DEREGISTERRESPONSE']._serialized_start=1421
-  _globals['_DEREGISTERRESPONSE']._serialized_end=1441
-  _globals['_GETENGINEREQUEST']._serialized_start=1443
-  _globals['_GETENGINEREQUEST']._serialized_end=1518
-  _globals['_LISTENGINESREQUEST']._serialized_start=1520
-  _globals['_LISTENGINESREQUEST']._serialized_end=1632
-  _globals['_LISTENGINESRESPONSE']._serialized_start=1634
-  _globals['_LISTENGINESRESPONSE']._serialized_end=1717
-  _globals['_WATCHENGINESREQUEST']._serialized_start=1719
-  _globals['_WATCHENGINESREQUEST']._serialized_end=1793
-  _globals['_WATCHENGINESRESPONSE']._serialized_start=1796
-  _globals['_WATCHENGINESRESPONSE']._serialized_end=1988
-  _globals['_WATCHENGINESRESPONSE_KIND']._serialized_start=1909
-  _globals['_WATCHENGINESRESPONSE_KIND']._serialized_end=1988
-  _globals['_REPLICA']._serialized_start=1990
-  _globals['_REPLICA']._serialized_end=2111
-  _globals['_ANNOUNCEROUTERREQUEST']._serialized_start=2113
-  _globals['_ANNOUNCEROUTERREQUEST']._serialized_end=2174
-  _globals['_ANNOUNCEROUTERRESPONSE']._serialized_start=2176
-  _globals['_ANNOUNCEROUTERRESPONSE']._serialized_end=2248
-  _globals['_LISTROUTERSREQUEST']._serialized_start=2250
-  _globals['_LISTROUTERSREQUEST']._serialized_end=2270
-  _globals['_LISTROUTERSRESPONSE']._serialized_start=2272
-  _globals['_LISTROUTERSRESPONSE']._serialized_end=2332
-  _globals['_REGISTRY']._serialized_start=2525
-  _globals['_REGISTRY']._serialized_end=3209
+  _globals['_BLOCKUSAGE']._serialized_end=359
+  _globals['_ENGINE']._serialized_start=362
+  _globals['_ENGINE']._serialized_end=954
+  _globals['_REGISTERREQUEST']._serialized_start=956
+  _globals['_REGISTERREQUEST']._serialized_end=1009
+  _globals['_REGISTERRESPONSE']._serialized_start=1011
+  _globals['_REGISTERRESPONSE']._serialized_end=1065
+  _globals['_KEEPALIVEREQUEST']._serialized_start=1068
+  _globals['_KEEPALIVEREQUEST']._serialized_end=1223
+  _globals['_KEEPALIVERESPONSE']._serialized_start=1225
+  _globals['_KEEPALIVERESPONSE']._serialized_end=1332
+  _globals['_DRAINREQUEST']._serialized_start=1334
+  _globals['_DRAINREQUEST']._serialized_end=1405
+  _globals['_DEREGISTERREQUEST']._serialized_start=1407
+  _globals['_DEREGISTERREQUEST']._serialized_end=1446
+  _globals['_DEREGISTERRESPONSE']._serialized_start=1448
+  _globals['_DEREGISTERRESPONSE']._serialized_end=1468
+  _globals['_GETENGINEREQUEST']._serialized_start=1470
+  _globals['_GETENGINEREQUEST']._serialized_end=1545
+  _globals['_LISTENGINESREQUEST']._serialized_start=1547
+  _globals['_LISTENGINESREQUEST']._serialized_end=1659
+  _globals['_LISTENGINESRESPONSE']._serialized_start=1661
+  _globals['_LISTENGINESRESPONSE']._serialized_end=1744
+  _globals['_WATCHENGINESREQUEST']._serialized_start=1746
+  _globals['_WATCHENGINESREQUEST']._serialized_end=1820
+  _globals['_WATCHENGINESRESPONSE']._serialized_start=1823
+  _globals['_WATCHENGINESRESPONSE']._serialized_end=2015
+  _globals['_WATCHENGINESRESPONSE_KIND']._serialized_start=1936
+  _globals['_WATCHENGINESRESPONSE_KIND']._serialized_end=2015
+  _globals['_REPLICA']._serialized_start=2017
+  _globals['_REPLICA']._serialized_end=2138
+  _globals['_ANNOUNCEROUTERREQUEST']._serialized_start=2140
+  _globals['_ANNOUNCEROUTERREQUEST']._serialized_end=2201
+  _globals['_ANNOUNCEROUTERRESPONSE']._serialized_start=2203
+  _globals['_ANNOUNCEROUTERRESPONSE']._serialized_end=2275
+  _globals['_LISTROUTERSREQUEST']._serialized_start=2277
+  _globals['_LISTROUTERSREQUEST']._serialized_end=2297
+  _globals['_LISTROUTERSRESPONSE']._serialized_start=2299
+  _globals['_LISTROUTERSRESPONSE']._serialized_end=2359
+  _globals['_REGISTRY']._serialized_start=2552
+  _globals['_REGISTRY']._serialized_end=3236
 # @@protoc_insertion_point(module_scope)

@@ -113,6 +113,7 @@ class BlockUsage(google.protobuf.message.Message):
     RETAINED_BLOCKS_FIELD_NUMBER: builtins.int
     RETAINED_LEASES_FIELD_NUMBER: builtins.int
     RETENTION_BUDGET_BLOCKS_FIELD_NUMBER: builtins.int
+    TURNS_OVER_BUDGET_FIELD_NUMBER: builtins.int
     total_blocks: builtins.int
     """Blocks the engine has in all."""
     free_blocks: builtins.int
@@ -127,6 +128,10 @@ class BlockUsage(google.protobuf.message.Message):
     """Blocks that the engine may retain (max_retained_fraction of them all). A turn more
     may be kept for as long as a revocation takes. 0: nothing is retained for leases.
     """
+    turns_over_budget: builtins.int
+    """Turns since the engine's start whose blocks it did not keep because the budget was
+    full of leases that are worth more: their conversations' next turns miss.
+    """
     def __init__(
         self,
         *,
@@ -135,8 +140,9 @@ class BlockUsage(google.protobuf.message.Message):
         retained_blocks: builtins.int = ...,
         retained_leases: builtins.int = ...,
         retention_budget_blocks: builtins.int = ...,
+        turns_over_budget: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["free_blocks", b"free_blocks", "retained_blocks", b"retained_blocks", "retained_leases", b"retained_leases", "retention_budget_blocks", b"retention_budget_blocks", "total_blocks", b"total_blocks"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["free_blocks", b"free_blocks", "retained_blocks", b"retained_blocks", "retained_leases", b"retained_leases", "retention_budget_blocks", b"retention_budget_blocks", "total_blocks", b"total_blocks", "turns_over_budget", b"turns_over_budget"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___BlockUsage: typing_extensions.TypeAlias = BlockUsage
