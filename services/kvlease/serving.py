@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import grpc
 import structlog
 
-from kvlease import metrics, rpc
+from kvlease import logs, metrics, rpc
 from kvlease.mirror import Mirror
 from kvlease.store.base import Store, StoreError, StoreUnavailable
 
@@ -101,8 +101,12 @@ async def answer(
 ) -> Answer:
     """The result of ``work``, or the call's end with a status that says why not: what
     rules refuse, and UNAVAILABLE (STORE_UNAVAILABLE) while the store does not answer,
-    just before the caller's own deadline if it has one."""
-    return await rpc.answer(context, _within_deadline(monitor, context, work))
+    just before the caller's own deadline if it has one. What is logged meanwhile has the id
+    of the caller's trace."""
+    metadata = dict(context.invocation_metadata() or ())
+    ids = logs.turn_ids("", str(metadata.get("traceparent", "")))
+    with structlog.contextvars.bound_contextvars(**ids):
+        return await rpc.answer(context, _within_deadline(monitor, context, work))
 
 
 async def _within_deadline(

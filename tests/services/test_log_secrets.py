@@ -16,20 +16,25 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from control_plane import until
+from control_plane import CALL_S, claim_request, grant_request, until
 from etcd_server import Etcd, b64
-from sim_engine import Cut, Fault, SimEngine, Slow, Status
+from sim_engine import COMPATIBILITY, Cut, Fault, SimEngine, Slow, Status
 
 from kvlease import rpc
 from kvlease.cli import ready
 from kvlease.cli import stack as local
 from kvlease.cli.parts import Options
+from kvlease.v1 import lease_pb2_grpc
+from kvlease.v1.common_pb2 import Conversation
 
 MARK = "zq7"
 """In all that must not be logged, and in nothing else."""
 
 KEY, OTHER_KEY, PASSWORD = f"{MARK}-key", f"{MARK}-other-key", f"{MARK}-password"
 PROMPT, ANSWER = f"{MARK}-prompt", f"{MARK}-answer"
+
+TRACE_ID = "5a" * 16
+TRACEPARENT = f"00-{TRACE_ID}-{'b7' * 8}-01"
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
@@ -147,6 +152,9 @@ async def test_no_secret_and_no_text_is_logged_and_every_turn_is(stack: local.St
     assert {line["end"] for line in turns.values()} == {
         "ok", "client_error", "failed", "disconnected"
     }  # fmt: skip
+    for event in ("lease granted", "claim answered"):
+        (line,) = (line for line in found if line["event"] == event)
+        assert (line["conversation_id"], line["trace_id"]) == ("talk-2", TRACE_ID)
     for line in (line for line in found if line["event"] == "engine failed a turn"):
         assert line["conversation_id"] == "talk-1"
         assert line["trace_id"] in turns
@@ -161,6 +169,7 @@ async def _all_paths(stack: local.Stack, client: Client) -> None:
                 await engine.start()
                 await engine.register(registry)
             await until(functools.partial(ready.http_ok, f"{client.url}/ready"))
+            await _lease_calls(stack, decode)
             await _good_and_bad_requests(client)
             await _failing_engines(client, prefill, decode)
             await asyncio.to_thread(stack.kill, "lease-0")
@@ -174,6 +183,20 @@ async def _all_paths(stack: local.Stack, client: Client) -> None:
         finally:
             for engine in (prefill, decode):
                 await engine.kill()
+
+
+async def _lease_calls(stack: local.Stack, holder: SimEngine) -> None:
+    """As engines make them in a turn."""
+    record = holder.record()
+    record.session_id = holder.session_id
+    talk = Conversation(tenant="acme", model="sim", conversation_id="talk-2")
+    metadata = (("traceparent", TRACEPARENT),)
+    async with rpc.aio_channel(stack.endpoints["lease_grpc"]) as channel:
+        stub = lease_pb2_grpc.LeaseServiceStub(channel)
+        grant = grant_request(record, talk, compatibility_hash=COMPATIBILITY)
+        await stub.Grant(grant, timeout=CALL_S, metadata=metadata)
+        claim = claim_request(talk, compatibility_hash=COMPATIBILITY)
+        await stub.Claim(claim, timeout=CALL_S, metadata=metadata)
 
 
 async def _send(client: Client, path: str, body: bytes | dict[str, Any], **headers: str) -> None:

@@ -105,6 +105,7 @@ class LeaseOperations:
         except SessionLost:
             raise _session_lost(request) from None
         metrics.LEASES_GRANTED.inc()
+        log.debug("lease granted", holder=request.engine_id, **_ids(lease))
         if superseded is not None and superseded.state == lease_pb2.LEASE_STATE_HELD:
             _count_end(lease_pb2.END_REASON_SUPERSEDED)
         # By whichever clock less is left: another replica's may have stored the lease.
@@ -146,7 +147,15 @@ class LeaseOperations:
                 detail="the lease's holder has just lost its session",
             )
         seconds = time.perf_counter() - started
-        metrics.CLAIM_SECONDS.labels(outcomes.word(answer.outcome)).observe(seconds)
+        outcome = outcomes.word(answer.outcome)
+        metrics.CLAIM_SECONDS.labels(outcome).observe(seconds)
+        log.debug(
+            "claim answered",
+            conversation_id=request.conversation.conversation_id,
+            outcome=outcome,
+            reader=request.reader_engine_id,
+            lease_id=answer.lease_id,
+        )
         return answer
 
     async def complete(self, request: lease_pb2.CompleteRequest) -> CompleteResponse:
@@ -200,6 +209,12 @@ class LeaseOperations:
             return RevokeResponse()  # everything under the session is gone
         if ended:
             _count_end(request.reason)
+            log.debug(
+                "lease revoked",
+                conversation_id=request.conversation.conversation_id,
+                lease_id=request.lease_id,
+                reason=metrics.end_word(request.reason),
+            )
         return RevokeResponse(open_tickets=tickets)
 
     async def end_conversation(
@@ -279,6 +294,12 @@ class LeaseOperations:
             ),
         )
         return ListLeasesResponse(leases=[view.public for view in found], next_page_token=token)
+
+
+def _ids(lease: Lease) -> dict[str, object]:
+    """What a log line needs, so that someone finds the lease."""
+    conversation_id = lease.conversation.conversation_id
+    return {"conversation_id": conversation_id, "lease_id": lease.lease_id, "turn": lease.turn}
 
 
 def _count_end(reason: EndReason.ValueType) -> None:
