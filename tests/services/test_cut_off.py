@@ -99,4 +99,4 @@ async def test_an_engine_that_is_cut_off_frees_by_its_own_clock_and_comes_back_b
         assert [lease.turn for lease in listed.leases] == [3]
     finally:
         await engine.stop()
-        await channel.close()
+        await channel.close(None)
