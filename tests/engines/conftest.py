@@ -128,6 +128,8 @@ def engine_stack(
             assignments=("session_ttl=100",),
             # What is read must come from a decode engine, not from P's own cache.
             prefill_prefix_cache=False,
+            # Spans go to the stack's own receiver, which passes them on to this one.
+            traces=True,
             env={**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint},
         ),
         progress=lambda line: print(f"stack: {line}", file=sys.__stderr__, flush=True),
