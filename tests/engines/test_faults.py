@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from engines.conftest import EngineStack
 from engines.look import (
+    MODEL,
     PATIENCE_S,
     holder_of,
     is_ready,
@@ -134,6 +135,7 @@ def test_a_killed_decode_engine_costs_its_leases_and_nothing_else(
     if not acquainted:
         stack.restart("prefill-0")
         wait(lambda: is_ready(stack), "the router sees prefill-0")
+    rank_log_probabilities(stack)
     talk = Talk(client, "killed-decode", chars=2500)
     if acquainted:
         assert talk.turn().outcome == "hit"
@@ -141,16 +143,15 @@ def test_a_killed_decode_engine_costs_its_leases_and_nothing_else(
     other = "decode-1" if holder == "decode-0" else "decode-0"
     # when it is killed
     stack.kill(holder)
-    started = time.monotonic()
     turn = talk.turn()
-    took = time.monotonic() - started
     # then another answers, and the turn says that the holder is gone
     assert turn.outcome == "miss_engine"
     assert holder_of(stack, talk.conversation) == other
     talk.check_last()
-    started = time.monotonic()
-    client.recomputed(talk.messages)
-    assert took <= time.monotonic() - started + 1.0
+    # which cost what recomputation costs (more than once, for machines that others use) and
+    # less than a second
+    recomputed = [client.recomputed(talk.messages).seconds for _ in range(3)]
+    assert turn.seconds <= max(recomputed) + 1.0
     # and the next turn hits there
     assert talk.turn(13).outcome == "hit"
     # and no handle of the dead one is used when it comes back under its old name
@@ -159,6 +160,15 @@ def test_a_killed_decode_engine_costs_its_leases_and_nothing_else(
     assert stack.incarnation(holder) != old
     assert talk.turn(14).outcome == "hit"
     talk.check_last()
+
+
+def rank_log_probabilities(stack: EngineStack) -> None:
+    """Once on each decode engine: vLLM compiles that at an engine's first request for them
+    (v1/sample/ops/logprobs.py), which takes two seconds and is no part of a failover."""
+    for engine in stack.endpoints["decode"]:
+        body = {"model": MODEL, "prompt": "a", "max_tokens": 1, "logprobs": 5}
+        status, _, answer = Client(engine["http"], MODEL).post("/v1/completions", body)
+        assert status == 200, answer
 
 
 def test_a_restarted_decode_engine_does_not_serve_leases_of_its_earlier_life(
