@@ -128,6 +128,8 @@ class HeldLease:
 
     def may_free(self, now: float) -> bool:
         """Whether nobody can be reading, or start to read, these blocks."""
+        if self.phase is not Phase.ENDED and now < self.expires_at:
+            return False  # nearly always, for each lease on each step: so it comes first
         if now >= self.hard_deadline:
             return True
         if self.phase is not Phase.ENDED or now < self.not_before:
