@@ -13,6 +13,8 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
+import pytest
+
 _numbers = itertools.count()
 
 
@@ -29,6 +31,15 @@ def missing() -> str:
     except subprocess.CalledProcessError as error:
         return f"network namespaces cannot be made here: {error.stderr.strip()}"
     return ""
+
+
+def require() -> None:
+    """Where namespaces cannot be made the test is skipped, or fails where everything must
+    run (``KVLEASE_REQUIRE_ENGINES=1``, as in CI)."""
+    if reason := missing():
+        if os.environ.get("KVLEASE_REQUIRE_ENGINES") == "1":
+            pytest.fail(reason)
+        pytest.skip(reason)
 
 
 @dataclass(frozen=True)

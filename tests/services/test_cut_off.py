@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from control_plane import claim_request, conversation, until
 from decode_engine import DecodeEngine
-from network_namespace import NetworkNamespace, missing
+from network_namespace import NetworkNamespace, require
 
 from kvlease import config, rpc
 from kvlease.v1 import common_pb2, lease_pb2, lease_pb2_grpc
@@ -29,8 +29,7 @@ RECOVERY_S = 20.0
 @pytest.fixture
 def host() -> Iterator[NetworkNamespace]:
     """Where the services run."""
-    if reason := missing():
-        pytest.skip(reason)
+    require()
     made = NetworkNamespace("cable")
     yield made
     made.remove()
