@@ -77,15 +77,20 @@ def turn_ids(conversation_id: str, traceparent: str = "") -> dict[str, str]:
     return {name: value for name, value in ids.items() if value}
 
 
-class _ChildLoggers(structlog.stdlib.LoggerFactory):
+class _ChildLoggers:
     """The standard library's loggers below another one."""
 
     def __init__(self, parent: str) -> None:
-        super().__init__()
         self._parent = parent
 
     def __call__(self, *args: Any) -> logging.Logger:
-        return super().__call__(".".join([self._parent, *args]))
+        host_class = logging.getLoggerClass()
+        try:
+            # Its loggers name the line that called structlog. It makes that the class of all
+            # loggers to come, also of the host's, which need not go along.
+            return structlog.stdlib.LoggerFactory()(".".join([self._parent, *args]))
+        finally:
+            logging.setLoggerClass(host_class)
 
 
 def _configure_structlog(level: int, processors: list[Processor], factory: Any) -> None:

@@ -86,6 +86,7 @@ try:
     raise ValueError("bad\\nthing")
 except ValueError:
     log.exception("failed")
+assert type(logging.getLogger("vllm.later")) is logging.Logger
 """
 
 
