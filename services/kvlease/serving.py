@@ -105,8 +105,9 @@ async def answer(
     of the caller's trace."""
     metadata = dict(context.invocation_metadata() or ())
     ids = logs.turn_ids("", str(metadata.get("traceparent", "")))
-    with structlog.contextvars.bound_contextvars(**ids):
-        return await rpc.answer(context, _within_deadline(monitor, context, work))
+    if ids:
+        structlog.contextvars.bind_contextvars(**ids)  # for this call: each is a task of its own
+    return await rpc.answer(context, _within_deadline(monitor, context, work))
 
 
 async def _within_deadline(

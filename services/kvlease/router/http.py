@@ -95,7 +95,9 @@ class Http:
         return web.json_response({"status": "ready"})
 
     async def _render_metrics(self, request: web.Request) -> web.Response:
-        body, content_type = self._metrics.render(request.headers.get("Accept", ""))
+        accept = request.headers.get("Accept", "")
+        # In a thread: it takes some 10 ms, in which no answer would go on.
+        body, content_type = await asyncio.to_thread(self._metrics.render, accept)
         return web.Response(body=body, headers={"Content-Type": content_type})
 
     async def _end_conversation(self, request: web.Request) -> web.Response:
