@@ -20,12 +20,11 @@ import itertools
 import json
 import re
 import statistics
-import subprocess
 import sys
 import time
 import urllib.request
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,30 +55,30 @@ class Service:
     ready_s: float
 
 
-@contextlib.contextmanager
-def serving(name: str, settings: Mapping[str, str]) -> Iterator[Service]:
+@contextlib.asynccontextmanager
+async def serving(name: str, settings: Mapping[str, str]) -> AsyncIterator[Service]:
     """``name`` on a free port; ends it at the end."""
     values = {f"{name}_listen": "127.0.0.1:0", "log_format": "json", **settings}
-    command = [sys.executable, "-m", "kvlease.cli", "serve", name]
-    command += [f"--set={key}={value}" for key, value in values.items()]
+    assignments = [f"--set={key}={value}" for key, value in values.items()]
     started = time.perf_counter()
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvlease.cli", "serve", name, *assignments),
+        stderr=asyncio.subprocess.PIPE,
+    )
     assert process.stderr is not None
     try:
-        lines = list[str]()
-        for line in process.stderr:
-            lines.append(line)
-            if '"event":"ready"' in line.replace(" ", ""):
+        log = list[str]()
+        async for line in process.stderr:
+            log.append(line.decode())
+            if '"event": "ready"' in log[-1]:
                 break
         else:
-            sys.exit(f"leases: `kvlease serve {name}` did not start:\n" + "".join(lines))
-        event = json.loads(line)
+            sys.exit(f"leases: `kvlease serve {name}` did not start:\n" + "".join(log))
         ready_s = time.perf_counter() - started
-        yield Service(psutil.Process(process.pid), event[name], ready_s)
+        yield Service(psutil.Process(process.pid), json.loads(log[-1])[name], ready_s)
     finally:
         process.terminate()
-        process.stderr.close()
-        process.wait()
+        await process.communicate()
 
 
 class Holder:
@@ -197,7 +196,7 @@ def _conversation(number: int) -> Conversation:
 class Meter:
     """CPU time of the processes, and proposals that etcd has applied, since :meth:`start`."""
 
-    def __init__(self, processes: Mapping[str, psutil.Process], etcd: str) -> None:
+    def __init__(self, processes: Mapping[str, Sequence[psutil.Process]], etcd: str) -> None:
         self._processes = processes
         self._etcd = etcd
 
@@ -213,7 +212,10 @@ class Meter:
         return seconds, cpu, await self._read_proposals() - self._proposals
 
     def _read_cpu(self) -> dict[str, float]:
-        return {name: sum(process.cpu_times()[:2]) for name, process in self._processes.items()}
+        return {
+            name: sum(sum(process.cpu_times()[:2]) for process in processes)
+            for name, processes in self._processes.items()
+        }
 
     async def _read_proposals(self) -> float:
         def read() -> str:
@@ -265,10 +267,12 @@ async def measure(
 Step = tuple[str, Callable[[], Awaitable[None]]]
 
 
-def lease_steps(load: Load, numbers: Iterator[int]) -> Callable[[], Iterator[Step]]:
+def lease_steps(loads: Sequence[Load], numbers: Iterator[int]) -> Callable[[], Iterator[Step]]:
     """Grant, claim and complete of one conversation after the other."""
+    in_turn = itertools.cycle(loads)
 
     def steps() -> Iterator[Step]:
+        load = next(in_turn)
         lease_id = ticket_id = ""
         number = 0
 
@@ -320,25 +324,34 @@ async def grant_all(load: Load, leases: int) -> None:
 
 
 async def run(options: argparse.Namespace, etcd: str) -> dict[str, Any]:
-    settings = {"etcd_endpoints": etcd, "session_ttl": str(SESSION_TTL_S)}
-    with serving("registry", settings) as registry:
-        async with rpc.aio_channel(registry.address) as engines, asyncio.TaskGroup() as alive:
-            stub = registry_pb2_grpc.RegistryStub(engines)
-            holders = [Holder(number, stub) for number in range(options.sessions)]
-            for holder in holders:
-                await holder.register()
-            tasks = [alive.create_task(holder.keep_alive()) for holder in holders]
-            with serving("lease", settings) as lease:
-                processes = {
-                    "lease service": lease.process,
-                    "registry": registry.process,
-                    "etcd": psutil.Process(etcd_pid()),
-                    "load": psutil.Process(),
-                }
-                report = await loads(options, lease.address, holders, Meter(processes, etcd), etcd)
-            report["ready_s"] = [await restart(settings, options.leases) for _ in range(RESTARTS)]
-            for task in tasks:
-                task.cancel()
+    settings = {"etcd_endpoints": etcd, "etcd_timeout": "10", "session_ttl": str(SESSION_TTL_S)}
+    async with (
+        serving("registry", settings) as registry,
+        rpc.aio_channel(registry.address) as engines,
+        asyncio.TaskGroup() as alive,
+    ):
+        stub = registry_pb2_grpc.RegistryStub(engines)
+        holders = [Holder(number, stub) for number in range(options.sessions)]
+        tasks = []
+        for holder in holders:
+            await holder.register()
+            tasks.append(alive.create_task(holder.keep_alive()))
+        async with contextlib.AsyncExitStack() as stack:
+            replicas = [
+                await stack.enter_async_context(serving("lease", settings))
+                for _ in range(options.replicas)
+            ]
+            processes = {
+                "lease service": [replica.process for replica in replicas],
+                "registry": [registry.process],
+                "etcd": [psutil.Process(etcd_pid())],
+                "load": [psutil.Process()],
+            }
+            addresses = [replica.address for replica in replicas]
+            report = await under_load(options, addresses, holders, Meter(processes, etcd), etcd)
+        report["ready_s"] = [await restart(settings, options.leases) for _ in range(RESTARTS)]
+        for task in tasks:
+            task.cancel()
     return report
 
 
@@ -346,22 +359,31 @@ def etcd_pid() -> int:
     return next(child.pid for child in psutil.Process().children() if child.name() == "etcd")
 
 
-async def loads(
-    options: argparse.Namespace, address: str, holders: Sequence[Holder], meter: Meter, etcd: str
+async def under_load(
+    options: argparse.Namespace,
+    addresses: Sequence[str],
+    holders: Sequence[Holder],
+    meter: Meter,
+    etcd: str,
 ) -> dict[str, Any]:
     """Grants all leases, then measures while they are held, and under load."""
     async with (
-        rpc.aio_channel(address) as channel,
+        contextlib.AsyncExitStack() as stack,
         grpc.aio.insecure_channel(etcd) as bare,
         asyncio.TaskGroup() as group,
     ):
-        watching = [
-            group.create_task(holder.watch(channel)) for holder in holders if options.watches
+        channels = [
+            await stack.enter_async_context(rpc.aio_channel(address)) for address in addresses
         ]
-        load = Load(channel, options.tokens, holders)
-        await grant_all(load, options.leases)
+        watching = [
+            group.create_task(holder.watch(channels[number % len(channels)]))
+            for number, holder in enumerate(holders)
+            if options.watches
+        ]
+        loads = [Load(channel, options.tokens, holders) for channel in channels]
+        await grant_all(loads[0], options.leases)
         report = {"steady": await steady(meter, options.steady)}
-        report |= await throughput(options, meter, load, bare)
+        report |= await throughput(options, meter, loads, bare)
         for task in watching:
             task.cancel()
     return report
@@ -369,9 +391,8 @@ async def loads(
 
 async def restart(settings: Mapping[str, str], leases: int) -> float:
     """Seconds from the start of the process until it can work, with all leases there."""
-    with serving("lease", settings) as lease:
-        async with rpc.aio_channel(lease.address) as channel:
-            found = await count(channel)
+    async with serving("lease", settings) as lease, rpc.aio_channel(lease.address) as channel:
+        found = await count(channel)
     assert found == leases, f"{found} leases are left"
     return lease.ready_s
 
@@ -396,12 +417,12 @@ async def steady(meter: Meter, seconds: float) -> dict[str, float]:
 
 
 async def throughput(
-    options: argparse.Namespace, meter: Meter, load: Load, bare: grpc.aio.Channel
+    options: argparse.Namespace, meter: Meter, loads: Sequence[Load], bare: grpc.aio.Channel
 ) -> dict[str, Any]:
     numbers = itertools.cycle(range(options.leases))
     kinds = {
-        "transactions": swap_steps(bare, load.value_bytes),
-        "lease operations": lease_steps(load, numbers),
+        "transactions": swap_steps(bare, loads[0].value_bytes),
+        "lease operations": lease_steps(loads, numbers),
     }
     rounds: dict[str, list[Round]] = {kind: [] for kind in kinds}
     for number in range(options.rounds + 1):
@@ -411,7 +432,7 @@ async def throughput(
             if number:
                 rounds[kind].append(result)
     return {
-        "value_bytes": load.value_bytes,
+        "value_bytes": loads[0].value_bytes,
         "ratio": statistics.median(
             ours.per_s / bare.per_s
             for ours, bare in zip(rounds["lease operations"], rounds["transactions"], strict=True)
@@ -463,6 +484,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each round")
     parser.add_argument("--steady", type=float, default=30.0, help="seconds of only holding")
+    parser.add_argument("--replicas", type=int, default=1, help="of the lease service")
     parser.add_argument("--no-watches", dest="watches", action="store_false")
     parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args()

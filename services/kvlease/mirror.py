@@ -147,12 +147,11 @@ class Mirror(Generic[Record]):
         written = self._written.get(key)
         return written[1] if written else self._entries.get(key)
 
-    def note_written(self, key: str, revision: int, item: Versioned | None) -> None:
+    def note_written(self, key: str, revision: int, entry: Entry[Record] | None) -> None:
         """This process has just written (None: removed) a key. :meth:`latest` knows it
         from now on; everything else waits for the watch, which sees writes in order."""
         seen = self._entries.get(key)
-        if (seen.item.revision if seen else 0) < revision and (seen or item):
-            entry = Entry(item, self._parse(item.value)) if item else None
+        if (seen.item.revision if seen else 0) < revision and (seen or entry):
             self._written[key] = (revision, entry)
 
     def entries(self) -> list[Entry[Record]]:
@@ -220,14 +219,16 @@ class Mirror(Generic[Record]):
                     self._publish(Change(key, gone.record, None, after_gap))
 
     def _change(self, item: Versioned) -> None:
-        try:
-            entry = Entry(item, self._parse(item.value))
-        except DecodeError:
-            # Somebody else's value, or a newer kvlease's: no reason to stop serving.
-            log.error("a stored value cannot be read", key=item.key, revision=item.revision)
-            return
-        if self._written.get(item.key, (0, None))[0] <= item.revision:
+        revision, entry = self._written.get(item.key, (0, None))
+        if revision <= item.revision:
             self._written.pop(item.key, None)
+        if entry is None or revision != item.revision:  # else it need not be parsed again
+            try:
+                entry = Entry(item, self._parse(item.value))
+            except DecodeError:
+                # Somebody else's value, or a newer kvlease's: no reason to stop serving.
+                log.error("a stored value cannot be read", key=item.key, revision=item.revision)
+                return
         before = self._entries.get(item.key)
         self._entries[item.key] = entry
         self._publish(Change(item.key, before.record if before else None, entry.record))

@@ -107,22 +107,19 @@ async def answer(
     ids = logs.turn_ids("", str(metadata.get("traceparent", "")))
     if ids:
         structlog.contextvars.bind_contextvars(**ids)  # for this call: each is a task of its own
-    return await rpc.answer(context, _within_deadline(monitor, context, work))
-
-
-async def _within_deadline(
-    monitor: StoreMonitor, context: rpc.Context, work: Callable[[], Awaitable[Answer]]
-) -> Answer:
     remaining: float | None = context.time_remaining()
     limit = None if remaining is None else max(0.0, remaining - min(0.005, remaining / 10))
     try:
         monitor.require_store()
         async with asyncio.timeout(limit):
             return await work()
+    except rpc.Refused as error:
+        refused = error
     except TimeoutError:
-        raise unavailable("the store did not answer within the call's deadline") from None
+        refused = unavailable("the store did not answer within the call's deadline")
     except StoreError as error:
-        raise unavailable(str(error)) from None
+        refused = unavailable(str(error))
+    return await rpc.abort(context, refused.code, refused.reason, refused.message)
 
 
 def unavailable(message: str) -> rpc.Refused:

@@ -23,7 +23,7 @@ from kvlease.lease.buckets import USE_PUTS, USE_S, Buckets
 from kvlease.lease.knowledge import Knowledge, LeaseView, mirror_of_leases
 from kvlease.lease.records import BOTH, INFO, LEASE, Records
 from kvlease.lease.rules import State
-from kvlease.mirror import Change, Mirror, Subscription
+from kvlease.mirror import Change, Entry, Mirror, Subscription
 from kvlease.registry import keys as registry_keys
 from kvlease.rpc import Refused
 from kvlease.store.base import (
@@ -284,18 +284,21 @@ async def test_no_is_not_said_either_when_others_of_the_batch_could_write(
     await one.grant(session, turn=1)
     behind = Replica(Behind(store))
     try:
-        behind.leases.note_written(*(await _lease_item(store)))
+        item = await _lease_item(store)
+        behind.leases.note_written(
+            item.key, item.revision, Entry(item, LeaseView.parse(item.value))
+        )
         answer, turn = await asyncio.gather(behind.claim("t1"), behind.start_turn())
         assert (answer.outcome, turn) == (common_pb2.OUTCOME_HIT, 2)
     finally:
         await behind.close()
 
 
-async def _lease_item(store: MemoryStore) -> tuple[str, int, Versioned]:
+async def _lease_item(store: MemoryStore) -> Versioned:
     key = keys.lease(CONVERSATION)
     item = (await store.get(key))[key]
     assert item is not None
-    return key, item.revision, item
+    return item
 
 
 async def test_a_miss_is_confirmed_by_one_read(

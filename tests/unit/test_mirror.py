@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvlease import mirror as module
-from kvlease.mirror import Change, FellBehind, Mirror
+from kvlease.mirror import Change, Entry, FellBehind, Mirror
 from kvlease.store.base import Changed, Committed, Delete, Put, Removed, StoreUnavailable, Versioned
 from kvlease.store.memory import MemoryStore
 from kvlease.v1.lease_pb2 import Lease
@@ -46,6 +46,10 @@ async def put(store: MemoryStore, key: str, lease_id: str) -> Versioned:
     result = await store.commit({}, [Put(key, data)])
     assert isinstance(result, Committed)
     return Versioned(key, data, result.revision)
+
+
+def entry(item: Versioned) -> Entry[Lease]:
+    return Entry(item, Lease.FromString(item.value))
 
 
 def names(mirror: Mirror[Lease]) -> list[str]:
@@ -128,7 +132,7 @@ async def test_its_own_write_is_known_before_the_watch_tells_of_it(
 ) -> None:
     await mirror.fence()
     item = await put(store, "/x/1", "mine")
-    mirror.note_written(item.key, item.revision, item)
+    mirror.note_written(item.key, item.revision, entry(item))
     latest = mirror.latest("/x/1")
     assert latest is not None
     assert latest.record.lease_id == "mine"
@@ -161,7 +165,7 @@ async def test_a_late_note_does_not_hide_what_the_watch_has_told(
     mine = await put(store, "/x/1", "mine")
     await put(store, "/x/1", "newer")
     await mirror.fence()
-    mirror.note_written("/x/1", mine.revision, mine)
+    mirror.note_written("/x/1", mine.revision, entry(mine))
     latest = mirror.latest("/x/1")
     assert latest is not None
     assert latest.record.lease_id == "newer"

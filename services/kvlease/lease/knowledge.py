@@ -11,7 +11,7 @@ from functools import cached_property
 from kvlease.lease import keys, metrics, rules
 from kvlease.lease.buckets import Buckets
 from kvlease.lease.rules import State
-from kvlease.mirror import Mirror
+from kvlease.mirror import Entry, Mirror
 from kvlease.registry import keys as registry_keys
 from kvlease.store.base import Conflict, Delete, Put, Store, Versioned, Write
 from kvlease.v1 import registry_pb2
@@ -86,15 +86,15 @@ class Knowledge:
         self._leases = leases
         self._engines = engines
         self._buckets = buckets
-        self._infos: OrderedDict[str, Versioned] = OrderedDict()
+        self._infos: OrderedDict[str, tuple[Versioned, ConversationInfo]] = OrderedDict()
 
     def guess(self, conversation: Conversation) -> Known:
         """What is known without asking. A record that is not known counts as absent: if
         it is not, the write says so."""
         seen = self._leases.latest(keys.lease(conversation))
-        info = self._infos.get(keys.conversation(conversation))
+        item, info = self._infos.get(keys.conversation(conversation), (None, None))
         lease = seen.record.lease if seen else None
-        return Known(seen.item if seen else None, info, State(lease, _info(info)), certain=False)
+        return Known(seen.item if seen else None, item, State(lease, info), certain=False)
 
     async def read(self, conversation: Conversation, *, with_holder: bool = False) -> Known:
         """Both records, from one moment; ``with_holder``: and the lease's holder."""
@@ -157,20 +157,21 @@ class Knowledge:
             # Without both records this is half of the truth.
             certain = part.lease and part.info
             return _known(result.current.get(lease_key), result.current.get(info_key), certain)
-        if info_write is not None:
-            self._remember(_stored(info_write, result.revision))
+        if info_write is not None and after.info is not None:
+            self._remember(_stored(info_write, result.revision), after.info)
         if lease_write is not None:
-            put = lease_write if isinstance(lease_write, Put) else None
-            item = _stored(put, result.revision) if put else None
-            self._leases.note_written(lease_key, result.revision, item)
+            entry = None
+            if isinstance(lease_write, Put) and after.lease is not None:
+                entry = Entry(_stored(lease_write, result.revision), LeaseView(after.lease))
+            self._leases.note_written(lease_key, result.revision, entry)
         return None
 
     def forget_session(self) -> None:
         """The next conversation record gets a new session."""
         self._buckets.discard()
 
-    def _remember(self, item: Versioned) -> None:
-        self._infos[item.key] = item
+    def _remember(self, item: Versioned, info: ConversationInfo) -> None:
+        self._infos[item.key] = (item, info)
         self._infos.move_to_end(item.key)
         if len(self._infos) > MAX_REMEMBERED:
             self._infos.popitem(last=False)

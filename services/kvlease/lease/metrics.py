@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter as Count
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -44,6 +45,7 @@ COMMIT_CONFLICTS = Counter(
 )
 
 
+@functools.cache
 def end_word(reason: EndReason.ValueType) -> str:
     """The label's value."""
     return EndReason.Name(reason).removeprefix("END_REASON_").lower()

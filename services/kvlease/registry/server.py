@@ -272,7 +272,7 @@ class RegistryServer(registry_pb2_grpc.RegistryServicer):
 
     def _note(self, key: str, engine: Engine, revision: int, session_id: str | None) -> None:
         item = Versioned(key, engine.SerializeToString(), revision, session_id)
-        self._engines.note_written(key, revision, item)
+        self._engines.note_written(key, revision, Entry(item, engine))
 
     async def _read(self, key: str) -> Entry[Engine] | None:
         return _entry((await self._store.get(key))[key])

@@ -30,6 +30,13 @@ WatchProgressRequest: Any = pb.rpc_pb2.WatchProgressRequest
 
 Message = Any
 
+Fields = dict[str, Any]
+"""A message as its constructor takes it: protobuf makes nested messages of dicts in a fifth
+of the time that it takes to make, and copy, messages."""
+
+_MOD: int = pb.Compare.CompareTarget.MOD
+_EQUAL: int = pb.Compare.CompareResult.EQUAL
+
 _FENCES = "/.fences/"
 """Keys of the store's own; no listing or watch shows them."""
 
@@ -101,8 +108,9 @@ class Keyspace:
         """Reads one key."""
         return pb.RangeRequest(key=self.encode(key), revision=revision)
 
-    def range_op(self, key: str, *, revision: int = 0) -> Message:
-        return pb.RequestOp(request_range=self.range(key, revision=revision))
+    def range_op(self, key: str, *, revision: int = 0) -> Fields:
+        """A ``RequestOp`` that reads a key."""
+        return {"request_range": {"key": self.encode(key), "revision": revision}}
 
     def page(self, prefix: str, start: bytes, limit: int, revision: int) -> Message:
         """Reads up to ``limit`` keys under ``prefix``, the first of them at ``start`` or
@@ -115,24 +123,18 @@ class Keyspace:
             revision=revision,
         )
 
-    def write_op(self, write: Write) -> Message:
+    def write_op(self, write: Write) -> Fields:
+        """The ``RequestOp`` of a write."""
         key = self.encode(write.key)
         if isinstance(write, Put):
             lease_id = lease_id_of(write.session_id) if write.session_id is not None else 0
-            return pb.RequestOp(
-                request_put=pb.PutRequest(key=key, value=write.value, lease=lease_id)
-            )
-        return pb.RequestOp(request_delete_range=pb.DeleteRangeRequest(key=key))
+            return {"request_put": {"key": key, "value": write.value, "lease": lease_id}}
+        return {"request_delete_range": {"key": key}}
 
 
-def at_revision(key: bytes, revision: int) -> Message:
-    """Compares a key's revision; 0: it does not exist."""
-    return pb.Compare(
-        key=key,
-        target=pb.Compare.CompareTarget.MOD,
-        result=pb.Compare.CompareResult.EQUAL,
-        mod_revision=revision,
-    )
+def at_revision(key: bytes, revision: int) -> Fields:
+    """A ``Compare`` with a key's revision; 0: it does not exist."""
+    return {"key": key, "target": _MOD, "result": _EQUAL, "mod_revision": revision}
 
 
 def ranges_by_key(

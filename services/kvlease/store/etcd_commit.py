@@ -24,7 +24,7 @@ from kvlease.store.base import (
     Versioned,
     Write,
 )
-from kvlease.store.etcd_api import Message, at_revision, pb, prefix_end, ranges_by_key
+from kvlease.store.etcd_api import Fields, Message, at_revision, pb, prefix_end, ranges_by_key
 from kvlease.store.etcd_channel import Members, left_s
 from kvlease.store.etcd_errors import EtcdError, Kind
 from kvlease.store.etcd_group import Answer, Group
@@ -85,23 +85,23 @@ class Commits:
         transaction = self._transaction(attempt)
         if alone:
             return await self._group.send_alone(transaction, deadline)
-        return await self._group.send(
-            transaction, frozenset((*attempt.expect, *attempt.keys)), deadline
-        )
+        keys = frozenset((*attempt.expect, *attempt.keys))
+        size = sum(len(write.value) for write in attempt.writes if isinstance(write, Put))
+        return await self._group.send(transaction, keys, size, deadline)
 
-    def _transaction(self, attempt: Attempt) -> Message:
+    def _transaction(self, attempt: Attempt) -> Fields:
         keyspace, fence = self._members.keyspace, attempt.fence
-        return pb.TxnRequest(
-            compare=[
+        return {
+            "compare": [
                 at_revision(fence, 0),
                 *(at_revision(keyspace.encode(key), r) for key, r in attempt.expect.items()),
             ],
-            success=[keyspace.write_op(write) for write in attempt.writes],
-            failure=[
-                pb.RequestOp(request_range=pb.RangeRequest(key=fence, keys_only=True)),
+            "success": [keyspace.write_op(write) for write in attempt.writes],
+            "failure": [
+                {"request_range": {"key": fence, "keys_only": True}},
                 *(keyspace.range_op(key) for key in attempt.expect),
             ],
-        )
+        }
 
     async def _settle(
         self, attempt: Attempt, deadline: float, cause: EtcdError
@@ -131,7 +131,7 @@ class Commits:
         put = pb.PutRequest(key=attempt.fence, lease=lease_id)
         request = pb.TxnRequest(
             success=[
-                pb.RequestOp(request_put=put),
+                {"request_put": put},
                 *(self._members.keyspace.range_op(key) for key in attempt.keys),
             ]
         )

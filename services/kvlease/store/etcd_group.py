@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvlease.store.etcd_api import Message, pb
+from kvlease.store.etcd_api import Fields, Message, pb
 from kvlease.store.etcd_channel import Members
 from kvlease.store.etcd_errors import EtcdError, Kind
 
@@ -33,7 +33,7 @@ MAX_BYTES = 400_000
 
 @dataclass(eq=False, slots=True)
 class _Waiting:
-    transaction: Message
+    transaction: Fields
     keys: frozenset[str]
     size: int
     deadline: float
@@ -58,13 +58,14 @@ class Group:
         self._under_way: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
 
-    async def send(self, transaction: Message, keys: frozenset[str], deadline: float) -> Answer:
-        """The result of a transaction that reads and writes ``keys``. Deadlines of calls
-        that come later are not earlier.
+    async def send(
+        self, transaction: Fields, keys: frozenset[str], size: int, deadline: float
+    ) -> Answer:
+        """The result of a ``TxnRequest`` that reads and writes ``keys``, with values of
+        ``size`` bytes. Deadlines of calls that come later are not earlier.
 
         Raises :class:`EtcdError`; with kind ``UNKNOWN`` it may have been applied.
         """
-        size = transaction.ByteSize()
         if len(keys) > MAX_KEYS or size > MAX_BYTES:
             return await self.send_alone(transaction, deadline)
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
@@ -75,9 +76,10 @@ class Group:
             self._timer = asyncio.get_running_loop().call_later(LATEST_S, self._start)
         return await answer
 
-    async def send_alone(self, transaction: Message, deadline: float) -> Answer:
+    async def send_alone(self, transaction: Fields, deadline: float) -> Answer:
         """As :meth:`send`, at once and by itself."""
-        response = await self._members.call("Txn", transaction, safe=False, deadline=deadline)
+        request = pb.TxnRequest(**transaction)
+        response = await self._members.call("Txn", request, safe=False, deadline=deadline)
         return Answer(response.succeeded, response.responses, response.header.revision)
 
     async def close(self) -> None:
@@ -135,11 +137,10 @@ class Group:
         return taken
 
     async def _send_together(self, group: Sequence[_Waiting]) -> None:
-        nested = [pb.RequestOp(request_txn=each.transaction) for each in group]
+        nested = [{"request_txn": each.transaction} for each in group]
+        deadline = min(each.deadline for each in group)
         try:
-            answer = await self.send_alone(
-                pb.TxnRequest(success=nested), min(each.deadline for each in group)
-            )
+            answer = await self.send_alone({"success": nested}, deadline)
         except EtcdError as error:
             if error.kind not in (Kind.NO_SESSION, Kind.REFUSED):
                 raise
