@@ -4,6 +4,7 @@ here and ended again; images from their registry, or stand-ins where none is rea
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import subprocess
 import sys
@@ -71,9 +72,11 @@ def have_base_images() -> None:
 
 
 def gateway() -> str:
-    """The address under which containers reach this machine."""
-    wanted = "{{(index .IPAM.Config 0).Gateway}}"
-    return run("docker", "network", "inspect", "bridge", "--format", wanted).stdout.strip()
+    """The address under which containers reach this machine: the first of the network that
+    Docker always has."""
+    wanted = "{{(index .IPAM.Config 0).Subnet}}"
+    subnet = run("docker", "network", "inspect", "bridge", "--format", wanted).stdout.strip()
+    return str(ipaddress.ip_network(subnet)[1])
 
 
 def _pulled(image: str) -> bool:
