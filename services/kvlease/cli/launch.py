@@ -36,6 +36,9 @@ _CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # --cpuset binds; vLLM would bind to all cores
     "OMP_NUM_THREADS": "1",
     "KMP_BLOCKTIME": "1",  # an idle OpenMP thread spins no longer than 1 ms
+    # Without it the first request for logprobs has a function compiled, and where there is no
+    # C++ compiler, it ends the engine.
+    "TORCH_COMPILE_DISABLE": "1",
     "UCX_TLS": "all",  # shared memory between engines of one host: 10 times as fast as TCP
 }
 _CPU_MAX_MODEL_LEN = 16384
