@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from metric_names import OPENMETRICS, TEXT, scrape, used
 from otlp_receiver import Receiver, Span
 
-from kvlease.v1 import lease_pb2, lease_pb2_grpc
+from kvlease.v1 import common_pb2, lease_pb2, lease_pb2_grpc
 
 OURS = ("registry", "lease", "router", "prefill", "decode", "front")
 
@@ -75,10 +75,14 @@ def test_grpc_is_published(compose_stack: ComposeStack) -> None:
             status = health.Check(health_pb2.HealthCheckRequest(), timeout=5).status
             assert status == health_pb2.HealthCheckResponse.SERVING
     with grpc.insecure_channel(compose_stack.lease) as channel:
-        leases = lease_pb2_grpc.LeaseServiceStub(channel).ListLeases(
-            lease_pb2.ListLeasesRequest(tenant="default"), timeout=5
+        conversation = common_pb2.Conversation(
+            tenant="default", model="model", conversation_id=talk.id
         )
-    assert talk.id in [lease.conversation.conversation_id for lease in leases.leases]
+        # It begins with whether there is a lease, which comes just after the turn's answer.
+        events = lease_pb2_grpc.LeaseServiceStub(channel).WatchLeases(
+            lease_pb2.WatchLeasesRequest(), timeout=20
+        )
+        assert any(event.lease.conversation == conversation for event in events)
 
 
 def test_a_hit_is_one_trace_over_all_containers(
@@ -106,8 +110,8 @@ def test_a_hit_is_one_trace_over_all_containers(
     assert {span.service for span in spans} == {
         "kvlease-router",
         "kvlease-lease-service",
-        by_name["lease.claim"].service,
-        by_name["lease.grant"].service,
+        "kvlease-prefill",
+        "kvlease-decode",
         "vllm-prefill",
         "vllm-decode",
     }
