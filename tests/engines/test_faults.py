@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from engines.conftest import EngineStack
 from engines.look import (
-    MODEL,
     PATIENCE_S,
     holder_of,
     is_ready,
@@ -135,7 +134,6 @@ def test_a_killed_decode_engine_costs_its_leases_and_nothing_else(
     if not acquainted:
         stack.restart("prefill-0")
         wait(lambda: is_ready(stack), "the router sees prefill-0")
-    rank_log_probabilities(stack)
     talk = Talk(client, "killed-decode", chars=2500)
     if acquainted:
         assert talk.turn().outcome == "hit"
@@ -160,15 +158,6 @@ def test_a_killed_decode_engine_costs_its_leases_and_nothing_else(
     assert stack.incarnation(holder) != old
     assert talk.turn(14).outcome == "hit"
     talk.check_last()
-
-
-def rank_log_probabilities(stack: EngineStack) -> None:
-    """Once on each decode engine: vLLM compiles that at an engine's first request for them
-    (v1/sample/ops/logprobs.py), which takes two seconds and is no part of a failover."""
-    for engine in stack.endpoints["decode"]:
-        body = {"model": MODEL, "prompt": "a", "max_tokens": 1, "logprobs": 5}
-        status, _, answer = Client(engine["http"], MODEL).post("/v1/completions", body)
-        assert status == 200, answer
 
 
 def test_a_restarted_decode_engine_does_not_serve_leases_of_its_earlier_life(
