@@ -91,7 +91,14 @@ async def test_every_outcome_is_one_whole_trace(
     stack: Stack, receiver: Receiver, outcome: str
 ) -> None:
     reused = 64 if outcome == HIT else 0
-    reports(stack, outcome=outcome, detail=f"why {outcome}", reused_tokens=reused)
+    granted = f"00-{'c' * 32}-{'d' * 16}-01"
+    reports(
+        stack,
+        outcome=outcome,
+        detail=f"why {outcome}",
+        reused_tokens=reused,
+        lease_traceparent=granted,
+    )
 
     trace_id = await ask(stack, stream=True)
 
@@ -118,6 +125,8 @@ async def test_every_outcome_is_one_whole_trace(
     assert turn["kvlease.ttft_s"] == pytest.approx(found["ttft"].seconds, abs=1e-6)
     assert found["ttft"].attributes["kvlease.outcome"] == outcome
     assert found["prefill"].attributes["kvlease.outcome"] == outcome
+    # A link is to the turn whose blocks were read; a lease that was not read is none.
+    assert found["turn"].links == (("d" * 16,) if outcome == HIT else ())
     # and its parts come after one another
     route, prefill, decode = found["route"], found["prefill"], found["decode"]
     assert route.end_ns <= prefill.start_ns < prefill.end_ns <= decode.start_ns

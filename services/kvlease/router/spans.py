@@ -18,7 +18,7 @@ from opentelemetry.util.types import AttributeValue
 from kvlease import telemetry
 from kvlease.router.ask import Ask
 from kvlease.router.errors import HttpError
-from kvlease.router.handoff import Handoff
+from kvlease.router.handoff import HIT, Handoff
 from kvlease.router.relay import ClientGone
 from kvlease.router.split import Endpoint
 from kvlease.router.upstream import EngineFailed
@@ -38,7 +38,6 @@ class TurnTrace:
         self._tracer = tracer
         self._clock = telemetry.Stopwatch()
         self._understood = False
-        self._links: set[str] = set()
         self.ttft_s: float | None = None
         self.outcome = ""
         self.handoff: Handoff | None = None
@@ -114,10 +113,6 @@ class TurnTrace:
             attributes["kvlease.reused_tokens"] = handoff.reused_tokens
             attributes["kvlease.computed_tokens"] = handoff.prompt_tokens - handoff.reused_tokens
         self._turn.set_attributes(attributes)
-        if handoff.lease_traceparent not in self._links:
-            self._links.add(handoff.lease_traceparent)
-            for link in telemetry.link_to(handoff.lease_traceparent):
-                self._turn.add_link(link.context, {"kvlease.link": "granted the lease"})
 
     def first_content(self) -> None:
         """The first content byte has gone to the client: makes the ``ttft`` span."""
@@ -210,6 +205,9 @@ class TurnTrace:
             self._turn.set_attribute("http.response.status_code", status)
         if error:
             telemetry.fail(self._turn, error, kind)
+        if self.handoff is not None and self.handoff.outcome == HIT:
+            for link in telemetry.link_to(self.handoff.lease_traceparent):
+                self._turn.add_link(link.context, {"kvlease.link": "granted the lease"})
         now_ns = self._clock.now_ns()
         if self._understood and self.ttft_s is None:
             span = self._ttft()
