@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from engines.turns import Client, new_conversation, text
+from engines.turns import Client, text
 
 from kvlease.cli.parts import Options
 from kvlease.cli.stack import Stack
@@ -39,7 +39,7 @@ def main() -> None:
 
 def run(client: Client, chars: int) -> str:
     """Three turns; the last one's trace id."""
-    conversation = new_conversation("waterfall")
+    conversation = "books-42"
     messages = [{"role": "user", "content": text(chars, seed=1)}]
     for seed in (2, 3):
         turn = client.chat(messages, conversation)
