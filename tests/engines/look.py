@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import urllib.error
 import urllib.request
@@ -78,6 +79,22 @@ def unfinished_requests(http: str) -> float:
             if line.startswith(("vllm:num_requests_running{", "vllm:num_requests_waiting{")):
                 total += float(line.rsplit(" ", 1)[1])
     return total
+
+
+def used_blocks(stack: Stack, engine_id: str) -> float:
+    """The part of an engine's KV blocks that is not free, by vLLM's own measure. It is one
+    of the last step, so this makes one: a request that needs no other part of the stack."""
+    base = f"http://{stack.plan.part(engine_id).http}"
+    body = json.dumps({"model": MODEL, "prompt": "a", "max_tokens": 2}).encode()
+    request = urllib.request.Request(
+        base + "/v1/completions", body, {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=CALL_TIMEOUT_S) as response:
+        response.read()
+    with urllib.request.urlopen(base + "/metrics", timeout=CALL_TIMEOUT_S) as response:
+        lines = response.read().decode().splitlines()
+    (used,) = (line for line in lines if line.startswith("vllm:kv_cache_usage_perc{"))
+    return float(used.rsplit(" ", 1)[1])
 
 
 def is_ready(stack: Stack) -> bool:

@@ -8,6 +8,7 @@ stopped engine does not hinder).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -19,23 +20,44 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
+import network_namespace
 import pytest
+from engines import elsewhere
 from engines.conftest import require_engines
-from engines.look import MODEL, has_open_ticket, holder_of, usage, wait, was_claimed
+from engines.look import (
+    MODEL,
+    has_open_ticket,
+    holder_of,
+    is_ready,
+    usage,
+    used_blocks,
+    wait,
+    was_claimed,
+)
 from engines.report import FAULT_TABLE
 from engines.turns import Client, Message, Turn, new_conversation, text
 from etcd_server import EtcdCluster
+from network_namespace import NetworkNamespace
 
 from kvlease.cli.parts import Options
 from kvlease.cli.stack import Stack
 from kvlease.v1 import lease_pb2, lease_pb2_grpc
 
-SETTINGS = ("session_ttl=3", "retention_ttl=60", "claim_grace=5", "handoff_ttl=10")
+SESSION_TTL_S, CLAIM_GRACE_S = 3.0, 5.0
+SETTINGS = (
+    f"session_ttl={SESSION_TTL_S}",
+    f"claim_grace={CLAIM_GRACE_S}",
+    "retention_ttl=60",
+    "handoff_ttl=10",
+)
 RECOVERY_S = 40.0
 """Turns must hit again within this time after the fault is over."""
 
 LEAK_S = 20.0
 """Blocks of ended conversations must be free by then; the claim grace and some slack."""
+
+AWAY = "decode-1"
+"""The engine that has a host of its own, where such can be made."""
 
 
 @dataclass
@@ -57,6 +79,8 @@ class Plant:
 
     stack: Stack
     etcd: EtcdCluster
+    host: NetworkNamespace | None
+    """That of :data:`AWAY`."""
     rows: list[Row] = field(default_factory=list)
 
     @property
@@ -67,29 +91,34 @@ class Plant:
 @pytest.fixture(scope="module")
 def plant(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Plant]:
     require_engines()
-    cluster = EtcdCluster(tmp_path_factory.mktemp("etcd-cluster"))
-    cluster.start()
-    stack = Stack(
-        Options(
-            directory=tmp_path_factory.mktemp("faults"),
-            etcd=cluster.endpoints,
-            model=model,
-            decode=2,
-            lease_replicas=2,
-            prefill_prefix_cache=False,
-            assignments=SETTINGS,
-            env={**os.environ, "UCX_TLS": "tcp"},
-        ),
-        progress=lambda line: print(f"faults: {line}", file=sys.__stderr__, flush=True),
-    )
-    try:
+    with contextlib.ExitStack() as last:
+        host = None
+        if not network_namespace.missing():
+            host = NetworkNamespace(elsewhere.SERVICES, elsewhere.ENGINES)
+            last.callback(host.remove)
+        cluster = EtcdCluster(tmp_path_factory.mktemp("etcd-cluster"))
+        last.callback(cluster.kill)
+        cluster.start()
+        stack = Stack(
+            Options(
+                directory=tmp_path_factory.mktemp("faults"),
+                etcd=cluster.endpoints,
+                model=model,
+                decode=2,
+                lease_replicas=2,
+                prefill_prefix_cache=False,
+                assignments=SETTINGS,
+                env={**os.environ, "UCX_TLS": "tcp"},
+            ),
+            progress=lambda line: print(f"faults: {line}", file=sys.__stderr__, flush=True),
+        )
+        if host is not None:
+            stack.plan = elsewhere.moved(stack.plan, AWAY, host)
+        last.callback(stack.stop)
         stack.start()
-        plant = Plant(stack, cluster)
+        plant = Plant(stack, cluster, host)
         yield plant
         FAULT_TABLE.extend(table(plant.rows))
-    finally:
-        stack.stop()
-        cluster.kill()
 
 
 class Talk:
@@ -125,6 +154,12 @@ class Talk:
                 {"role": "user", "content": text(120, self.seed)},
             ]
         )
+
+    def move_to(self, engine: str) -> None:
+        """Goes on as a conversation whose blocks ``engine`` holds."""
+        while holder_of(self.plant.stack, self.conversation) != engine:
+            self.conversation = new_conversation(self.row.fault)
+            self.send(self.messages)
 
     def check(self) -> None:
         for messages, turn in self.answers[1:]:
@@ -213,6 +248,26 @@ def decode_stopped_in_a_read(plant: Plant, talk: Talk) -> Callable[[], None]:
     return lambda: plant.stack.send(holder, signal.SIGCONT)
 
 
+def engines_refuse_turns(plant: Plant, talk: Talk) -> Callable[[], None]:
+    holder_of(plant.stack, talk.conversation)
+    # The decode engine refuses what was computed for it, before it has read any of it; the
+    # prefill engine a prompt that is too long.
+    refused = {"top_logprobs": 1000}, {"messages": [{"role": "user", "content": text(30000, 1)}]}
+    for what in refused:
+        body = {
+            "model": MODEL,
+            "conversation_id": talk.conversation,
+            "messages": talk.messages,
+            "logprobs": True,
+            **what,
+        }
+        status, _, answer = plant.client.post("/v1/chat/completions", body)
+        assert status == 400, answer
+    wait(lambda: not has_open_ticket(plant.stack, talk.conversation), "no ticket is left")
+    assert was_claimed(plant.stack, talk.conversation)
+    return lambda: None
+
+
 def prefill_killed_after_its_claim(plant: Plant, talk: Talk) -> Callable[[], None]:
     holder_of(plant.stack, talk.conversation)
     long = [*talk.messages, {"role": "user", "content": text(5000, 81)}]
@@ -235,6 +290,42 @@ def all_engines_restarted(plant: Plant, talk: Talk) -> Callable[[], None]:
     return lambda: None
 
 
+def decode_cut_off_from_the_services(plant: Plant, talk: Talk) -> Callable[[], None]:
+    return cut_off(plant, talk, elsewhere.SERVICES)
+
+
+def decode_cut_off_from_everybody(plant: Plant, talk: Talk) -> Callable[[], None]:
+    return cut_off(plant, talk, elsewhere.SERVICES, elsewhere.ENGINES)
+
+
+def cut_off(plant: Plant, talk: Talk, *links: str) -> Callable[[], None]:
+    """Cuts links of the engine that holds the conversation, for longer than its session's
+    TTL and the grace."""
+    host = plant.host
+    if host is None:
+        network_namespace.require()
+    assert host is not None
+    talk.move_to(AWAY)
+    assert used_blocks(plant.stack, AWAY) > 0
+    for link in links:
+        host.link(link).cut()
+    cut_at = time.monotonic()
+    talk.go_on()  # while its session may still be shown
+    time.sleep(max(0.0, cut_at + SESSION_TTL_S + CLAIM_GRACE_S - time.monotonic()))
+    if elsewhere.ENGINES not in links:
+        # It has heard of no end. It frees what it holds all the same, by its own clock.
+        wait(lambda: used_blocks(plant.stack, AWAY) == 0, "the blocks are free", LEAK_S)
+
+    def mend() -> None:
+        for link in links:
+            host.link(link).mend()
+        wait(lambda: AWAY in usage(plant.stack), f"{AWAY} has a session again")
+        wait(lambda: is_ready(plant.stack), "the router sees the engines")
+        talk.move_to(AWAY)
+
+    return mend
+
+
 FAULTS: list[tuple[Fault, int]] = [
     (etcd_leader_killed, 2),
     (etcd_killed, 2),
@@ -243,7 +334,10 @@ FAULTS: list[tuple[Fault, int]] = [
     (lease_service_killed_at_each_step, 0),
     (registry_killed, 2),
     (decode_paused, 1),
+    (decode_cut_off_from_the_services, 1),
+    (decode_cut_off_from_everybody, 1),
     (decode_stopped_in_a_read, 0),
+    (engines_refuse_turns, 0),
     (prefill_killed_after_its_claim, 1),
     (decode_killed, 2),
     (all_engines_restarted, 0),
