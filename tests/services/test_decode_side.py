@@ -326,6 +326,7 @@ async def test_a_lease_whose_turn_has_come_goes_first(
     await granted(engine, "comes")
     # the younger one's turn comes and is read; its own lease will follow
     await complete(plane, await claimed(plane, "comes"), "comes")
+    await until(lambda: any(kept.num_claims for kept in engine.side._kept.values()))
     await until(lambda: len(engine.side._table.revocable()) == 2)
 
     engine.side.make_room(81)
@@ -508,7 +509,7 @@ async def test_a_grant_whose_answer_is_lost_is_settled_by_asking_again(
     proxies: dict[str, TcpProxy],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(grants, "CALL_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(grants, "CALL_TIMEOUT_S", 1.0)
     proxies["lease"].drop_responses = True
     engine.turn("c1")
     await until(lambda: _in_store(plane, "c1"))

@@ -61,8 +61,8 @@ async def test_calls_say_that_the_store_is_down_and_work_once_it_is_back(
     else:
         etcd.pause()
     # At once, and with a claim's deadline: an answer comes before that.
-    taken = await refused_for_store(plane.lease.Claim(claim_request(), timeout=0.3))
-    assert taken < 0.3
+    taken = await refused_for_store(plane.lease.Claim(claim_request(), timeout=0.5))
+    assert taken < 0.5
     await until(lambda: _unhealthy(plane))
     # From now on it is known, so nobody waits.
     taken = await refused_for_store(plane.lease.Claim(claim_request(), timeout=CALL_S))

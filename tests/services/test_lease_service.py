@@ -190,7 +190,8 @@ async def test_every_replica_answers_for_every_lease(start_plane: Any) -> None:
 
 
 async def test_two_replicas_give_200_simultaneous_claims_a_ticket_each(start_plane: Any) -> None:
-    plane = await start_plane(leases=2, max_readers=400)
+    # a session that outlives the test on any machine: nothing keeps it alive here
+    plane = await start_plane(leases=2, max_readers=400, session_ttl=120, retention_ttl=480)
     holder = await plane.register()
     await plane.lease.Grant(grant_request(holder), timeout=CALL_S)
     answers = await asyncio.gather(

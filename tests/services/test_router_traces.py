@@ -119,7 +119,7 @@ async def test_ttft_lasts_from_arrival_to_the_first_content_byte(
 
     found = await spans(receiver, trace_id, "turn", "ttft")
     assert found["ttft"].start_ns == found["turn"].start_ns
-    assert 0.2 <= found["ttft"].seconds
+    assert found["ttft"].seconds >= 0.2
     # The rest of the stream took its time: a pause before each of five more events.
     assert found["turn"].seconds - found["ttft"].seconds > 0.45
     assert found["ttft"].attributes["kvlease.outcome"] == "miss_no_lease"
