@@ -50,6 +50,8 @@ def compose_stack(docker: None, compose_receiver: Receiver) -> Iterator[ComposeS
     stack = ComposeStack(f"kvlease-test-{os.getpid()}", compose_receiver.endpoint)
     with docker_host.timed("building the images"):
         stack.compose("build", *(name for name in SERVICES if name != "etcd"))
+    with docker_host.timed("writing the images to disk"):
+        os.sync()  # else etcd would wait for gigabytes with every write
     try:
         with docker_host.timed("docker compose up"):
             stack.compose("up", "--detach", "--wait", *SERVICES)
