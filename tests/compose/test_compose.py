@@ -49,7 +49,7 @@ def test_three_turns_hit_and_go_on_hitting_whatever_dies(compose_stack: ComposeS
     first, second, third = talk.turn(1500), talk.turn(), talk.turn()
     assert [first.outcome, second.outcome, third.outcome] == ["miss_no_lease", "hit", "hit"]
     # (The answers are noise that is not always UTF-8: reuse ends at a chunk before one.)
-    assert third.reused_tokens > second.reused_tokens > 1000
+    assert third.reused_tokens >= second.reused_tokens > 1000
 
     # when a replica of each kind is killed, and etcd starts anew
     compose_stack.kill_one("router")
