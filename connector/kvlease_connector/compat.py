@@ -1,4 +1,4 @@
-"""Which vLLM this connector works with, and what of it the connector relies on."""
+"""Which vLLM this connector works with. (What it relies on there: ``hooks.py``.)"""
 
 from __future__ import annotations
 
