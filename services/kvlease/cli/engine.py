@@ -41,7 +41,8 @@ Examples:
 @click.option(
     "--advertise",
     default="",
-    help="The host that routers and other engines reach it at. [default: --host]",
+    help="The host that routers and other engines reach it at. "
+    "[default: --host, or this machine's name if that is 0.0.0.0]",
 )
 @click.option("--port", type=click.IntRange(1, 65535), help="HTTP port. [default: 8100 or 8200]")
 @click.option(
