@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import functools
-import os
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import pytest
 from playwright.async_api import Browser, async_playwright
+from required import unavailable
 
 _SCRIPT = Path(__file__).parent.parent / "scripts" / "ensure-chromium"
 
@@ -19,13 +18,10 @@ _SCRIPT = Path(__file__).parent.parent / "scripts" / "ensure-chromium"
 @functools.cache
 def chromium_binary() -> str:
     """Where it is. Where it cannot be had the test is skipped, or fails where engines are
-    required (``KVLEASE_REQUIRE_ENGINES=1``, as in CI)."""
+    required."""
     ended = subprocess.run([str(_SCRIPT)], capture_output=True, text=True, timeout=170, check=False)
     if ended.returncode:
-        sentence = f"this test needs Chromium: {ended.stderr.strip()}"
-        if os.environ.get("KVLEASE_REQUIRE_ENGINES") == "1":
-            pytest.fail(sentence)
-        pytest.skip(sentence)
+        unavailable(f"this test needs Chromium: {ended.stderr.strip()}")
     return ended.stdout.split()[-1]
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from required import unavailable
 
 START_DEADLINE_S = 20.0
 
@@ -32,13 +33,10 @@ _PACE = ("--heartbeat-interval=50", "--election-timeout=500")
 
 def etcd_binary() -> str:
     """etcd from PATH. Without one the test is skipped, or fails where engines are
-    required (``KVLEASE_REQUIRE_ENGINES=1``, as in CI)."""
+    required."""
     binary = shutil.which("etcd")
     if binary is None:
-        sentence = "this test needs a real etcd: run `apt-get install etcd-server`"
-        if os.environ.get("KVLEASE_REQUIRE_ENGINES") == "1":
-            pytest.fail(sentence)
-        pytest.skip(sentence)
+        unavailable("this test needs a real etcd: run `apt-get install etcd-server`")
     return binary
 
 

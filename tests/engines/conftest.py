@@ -15,6 +15,7 @@ from engines.report import FAULT_TABLE
 from engines.turns import Client
 from etcd_server import etcd_binary
 from otlp_receiver import Receiver, receiving
+from required import unavailable
 
 from kvlease.cli import launch, processes
 from kvlease.cli.parts import Options
@@ -88,9 +89,7 @@ def require_engines() -> None:
     try:
         launch.check_vllm()
     except ConfigError as error:
-        if os.environ.get("KVLEASE_REQUIRE_ENGINES") == "1":
-            pytest.fail(str(error))
-        pytest.skip(str(error))
+        unavailable(str(error))
     etcd_binary()
 
 
