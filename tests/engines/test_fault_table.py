@@ -50,8 +50,9 @@ SETTINGS = (
     "retention_ttl=60",
     "handoff_ttl=10",
 )
-RECOVERY_S = 40.0
-"""Turns must hit again within this time after the fault is over."""
+RECOVERY_S = 90.0
+"""Turns must hit again within this time after the fault is over, which is one or two turns
+that are recomputed."""
 
 LEAK_S = 20.0
 """Blocks of ended conversations must be free by then; the claim grace and some slack."""
@@ -238,7 +239,7 @@ def decode_killed(plant: Plant, talk: Talk) -> Callable[[], None]:
 def decode_stopped_in_a_read(plant: Plant, talk: Talk) -> Callable[[], None]:
     # A long history, so that the read takes a while.
     for seed in (71, 72):
-        talk.send([*talk.messages, {"role": "user", "content": text(5000, seed)}])
+        talk.send([*talk.messages, {"role": "user", "content": text(2500, seed)}])
     holder = holder_of(plant.stack, talk.conversation)
     thread = threading.Thread(target=talk.go_on)
     thread.start()
@@ -270,7 +271,7 @@ def engines_refuse_turns(plant: Plant, talk: Talk) -> Callable[[], None]:
 
 def prefill_killed_after_its_claim(plant: Plant, talk: Talk) -> Callable[[], None]:
     holder_of(plant.stack, talk.conversation)
-    long = [*talk.messages, {"role": "user", "content": text(5000, 81)}]
+    long = [*talk.messages, {"role": "user", "content": text(3000, 81)}]
     thread = threading.Thread(target=lambda: talk.send(long))
     thread.start()
     wait(lambda: was_claimed(plant.stack, talk.conversation), "a claim")
