@@ -9,6 +9,7 @@ import urllib.request
 
 import structlog
 
+from kvlease import direct
 from kvlease.v1 import registry_pb2
 
 log = structlog.get_logger("kvlease.connector")
@@ -31,7 +32,5 @@ def _names(http_address: str) -> list[str]:
     key = os.environ.get("VLLM_API_KEY")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     request = urllib.request.Request(f"{http_address}/v1/models", headers=headers)
-    # No proxy that the environment names: this is the engine itself.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(request, timeout=TIMEOUT_S) as answer:
+    with direct.opener().open(request, timeout=TIMEOUT_S) as answer:
         return [str(model["id"]) for model in json.load(answer)["data"]]

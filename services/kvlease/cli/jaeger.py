@@ -17,6 +17,8 @@ from typing import Any
 
 import click
 
+from kvlease import direct
+
 ROUTER = "kvlease-router"
 """The service whose ``turn`` spans are turns."""
 
@@ -135,9 +137,8 @@ class Jaeger:
 
 
 def _opener(url: str) -> urllib.request.OpenerDirector:
-    """A proxy that the environment names is not for this machine."""
     if urllib.parse.urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1"):
-        return urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        return direct.opener()
     return urllib.request.build_opener()
 
 

@@ -6,12 +6,11 @@ import http.client
 import json
 import socket
 import urllib.error
-import urllib.request
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvlease import rpc, tls
+from kvlease import direct, rpc, tls
 from kvlease.cli.parts import Part, Plan
 from kvlease.tls import Tls
 from kvlease.v1 import registry_pb2, registry_pb2_grpc
@@ -98,10 +97,8 @@ def registered(
 
 
 def _get(url: str) -> bytes | None:
-    # No proxy that the environment names: everything asked here is on this machine.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(url, timeout=_PROBE_TIMEOUT_S) as response:
+        with direct.opener().open(url, timeout=_PROBE_TIMEOUT_S) as response:
             body = response.read()
             return bytes(body) if response.status == 200 else None
     except (OSError, urllib.error.URLError, http.client.HTTPException):
