@@ -7,7 +7,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -150,6 +150,25 @@ class Stack:
         )
         answer: lease_pb2.GrantResponse = await stub.Grant(request, timeout=5)
         return answer.lease
+
+
+async def ask_traced(stack: Stack, headers: dict[str, str] | None = None, **fields: Any) -> str:
+    """The trace id of a turn, which may break off."""
+    body = {"model": "sim", "messages": [], "conversation_id": "c", **fields}
+    url = stack.url + "/v1/chat/completions"
+    async with stack.client.post(url, json=body, headers=headers) as response:
+        with suppress(aiohttp.ClientError):
+            await response.read()
+        return response.headers["x-kvlease-trace-id"]
+
+
+@asynccontextmanager
+async def running_pair(**settings: Any) -> AsyncIterator[Stack]:
+    """As :func:`running`, with prefill-0 and decode-0."""
+    async with running(**settings) as stack:
+        await stack.add("prefill", "prefill-0")
+        await stack.add("decode", "decode-0")
+        yield stack
 
 
 @asynccontextmanager

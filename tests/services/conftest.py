@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
 import uvloop
 from control_plane import ControlPlane
+from otlp_receiver import Receiver, receiving
+
+from kvlease.telemetry import ENDPOINT_ENV
 
 StartPlane = Callable[..., Awaitable[ControlPlane]]
 
@@ -50,3 +53,11 @@ async def start_plane(store_settings: dict[str, Any]) -> AsyncIterator[StartPlan
 async def plane(start_plane: StartPlane) -> ControlPlane:
     """One registry, one lease service."""
     return await start_plane()
+
+
+@pytest.fixture
+def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
+    """Gets the spans of every service that the test starts after it."""
+    with receiving() as started:
+        monkeypatch.setenv(ENDPOINT_ENV, started.endpoint)
+        yield started

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 
-import pytest
 from control_plane import CALL_S, ControlPlane, claim_request, grant_request
-from otlp_receiver import Receiver, receiving
-
-from kvlease.telemetry import ENDPOINT_ENV
+from otlp_receiver import Receiver
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = "b7ad6b7169203331"
 METADATA = (("traceparent", f"00-{TRACE}-{PARENT}-01"),)
-
-
-@pytest.fixture
-def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
-    with receiving() as started:
-        monkeypatch.setenv(ENDPOINT_ENV, started.endpoint)
-        yield started
 
 
 async def test_claims_and_grants_are_spans_of_their_callers_trace(receiver: Receiver) -> None:

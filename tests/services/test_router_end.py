@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
-from router_stack import Stack, running, until
+from router_stack import Stack, running_pair, until
 from sim_engine import Hang, Status
 
 from kvlease import rpc
@@ -22,9 +22,7 @@ LAST = {"x-kvlease-end": "true"}
 
 @pytest.fixture
 async def stack() -> AsyncIterator[Stack]:
-    async with running() as made:
-        await made.add("prefill", "prefill-0")
-        await made.add("decode", "decode-0")
+    async with running_pair() as made:
         yield made
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from router_stack import Stack, events, running, until
+from router_stack import Stack, events, running, running_pair, until
 from sim_engine import Cut, Fault, Hang, SimEngine, Slow, Status
 
 from kvlease.store.base import Committed, Conflict, StoreUnavailable, Write
@@ -23,9 +23,7 @@ CHAT = "/v1/chat/completions"
 @pytest.fixture
 async def stack() -> AsyncIterator[Stack]:
     """One prefill and one decode engine."""
-    async with running(prefill_timeout=0.5) as made:
-        await made.add("prefill", "prefill-0")
-        await made.add("decode", "decode-0")
+    async with running_pair(prefill_timeout=0.5) as made:
         yield made
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from router_stack import Stack, running, until
+from router_stack import Stack, running, running_pair, until
 
 from kvlease import rpc
 from kvlease.v1 import (
@@ -22,9 +22,7 @@ from kvlease.v1 import (
 
 @pytest.fixture
 async def stack() -> AsyncIterator[Stack]:
-    async with running() as made:
-        await made.add("prefill", "prefill-0")
-        await made.add("decode", "decode-0")
+    async with running_pair() as made:
         yield made
 
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
-from router_stack import Stack, running, until
+from router_stack import Stack, running_pair, until
 from sim_engine import Slow, Status
 
 from kvlease.router import history
@@ -21,9 +21,7 @@ CHAT = "/v1/chat/completions"
 
 @pytest.fixture
 async def stack() -> AsyncIterator[Stack]:
-    async with running() as made:
-        await made.add("prefill", "prefill-0")
-        await made.add("decode", "decode-0")
+    async with running_pair() as made:
         yield made
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from collections.abc import AsyncIterator
 
 import pytest
-from otlp_receiver import Receiver, Span, receiving, tree
-from router_stack import Stack, running, until
+from otlp_receiver import Receiver, Span, tree
+from router_stack import Stack, ask_traced, running, running_pair, until
 from sim_engine import Cut, Hang, Slow, Status
 
 CHAT = "/v1/chat/completions"
@@ -18,27 +16,9 @@ SERVER, CLIENT = 2, 3  # opentelemetry.proto.trace.v1.Span.SpanKind
 
 
 @pytest.fixture
-def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
-    with receiving() as made:
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", made.endpoint)
-        yield made
-
-
-@pytest.fixture
 async def stack(receiver: Receiver) -> AsyncIterator[Stack]:
-    async with running(prefill_timeout=0.5) as made:
-        await made.add("prefill", "prefill-0")
-        await made.add("decode", "decode-0")
+    async with running_pair(prefill_timeout=0.5) as made:
         yield made
-
-
-async def ask(stack: Stack, headers: dict[str, str] | None = None, **fields: Any) -> str:
-    """The turn's trace id."""
-    body = {"model": "sim", "messages": [], "conversation_id": "c", **fields}
-    async with stack.client.post(stack.url + CHAT, json=body, headers=headers) as response:
-        with contextlib.suppress(Exception):
-            await response.read()
-        return response.headers["x-kvlease-trace-id"]
 
 
 async def spans(receiver: Receiver, trace_id: str, *names: str) -> dict[str, Span]:
@@ -46,7 +26,7 @@ async def spans(receiver: Receiver, trace_id: str, *names: str) -> dict[str, Spa
 
 
 async def test_a_turn_is_one_trace_of_five_spans(stack: Stack, receiver: Receiver) -> None:
-    trace_id = await ask(stack, stream=True)
+    trace_id = await ask_traced(stack, stream=True)
 
     found = await spans(receiver, trace_id, "turn", "ttft", "route", "prefill", "decode")
 
@@ -71,10 +51,10 @@ async def test_the_turn_says_what_became_of_it(stack: Stack, receiver: Receiver)
         "outcome": "hit", "reused_tokens": 64, "detail": "4 of 4", "lease_traceparent": granted,
         "predicted_pull_s": 0.03, "predicted_compute_s": 1.5, "pull_s": 0.02, "prefill_s": 0.4,
     }  # fmt: skip
-    await ask(stack)
+    await ask_traced(stack)
     await stack.grant(stack.engines["decode-0"], "c", turn=1)
 
-    trace_id = await ask(stack, stream=True)
+    trace_id = await ask_traced(stack, stream=True)
 
     found = await spans(receiver, trace_id, "turn", "prefill")
     costs = {
@@ -115,7 +95,7 @@ async def test_ttft_lasts_from_arrival_to_the_first_content_byte(
 ) -> None:
     stack.engines["decode-0"].fault = Slow(head_s=0.2, chunk_s=0.1)
 
-    trace_id = await ask(stack, stream=True)
+    trace_id = await ask_traced(stack, stream=True)
 
     found = await spans(receiver, trace_id, "turn", "ttft")
     assert found["ttft"].start_ns == found["turn"].start_ns
@@ -127,10 +107,10 @@ async def test_ttft_lasts_from_arrival_to_the_first_content_byte(
 
 async def test_the_route_says_who_was_there_and_why_these(stack: Stack, receiver: Receiver) -> None:
     await stack.add("decode", "decode-1")
-    await ask(stack)
+    await ask_traced(stack)
     await stack.grant(stack.engines["decode-0"], "c", turn=1)
 
-    trace_id = await ask(stack)
+    trace_id = await ask_traced(stack)
 
     route = (await spans(receiver, trace_id, "route"))["route"]
     assert route.attributes["kvlease.decode.candidates"] == ["decode-0", "decode-1"]
@@ -141,7 +121,7 @@ async def test_the_route_says_who_was_there_and_why_these(stack: Stack, receiver
 async def test_the_client_s_trace_goes_on(stack: Stack, receiver: Receiver) -> None:
     headers = {"traceparent": f"00-{CLIENT_TRACE}-{CLIENT_SPAN}-01", "tracestate": "v=1"}
 
-    trace_id = await ask(stack, headers)
+    trace_id = await ask_traced(stack, headers)
 
     assert trace_id == CLIENT_TRACE
     turn = (await spans(receiver, trace_id, "turn"))["turn"]
@@ -153,14 +133,14 @@ async def test_the_client_s_trace_goes_on(stack: Stack, receiver: Receiver) -> N
 async def test_a_malformed_traceparent_starts_a_trace_of_its_own(
     stack: Stack, receiver: Receiver, header: str
 ) -> None:
-    trace_id = await ask(stack, {"traceparent": header})
+    trace_id = await ask_traced(stack, {"traceparent": header})
 
     turn = (await spans(receiver, trace_id, "turn"))["turn"]
     assert turn.parent_id == ""
 
 
 async def test_engines_are_told_the_span_they_work_for(stack: Stack, receiver: Receiver) -> None:
-    trace_id = await ask(stack)
+    trace_id = await ask_traced(stack)
 
     found = await spans(receiver, trace_id, "turn", "prefill", "decode")
     (prefilled,), (decoded,) = (stack.engines[n].seen for n in ("prefill-0", "decode-0"))
@@ -182,7 +162,7 @@ async def test_each_try_has_a_span_and_a_failed_one_says_why(
     for name in ("prefill-0", "prefill-1"):
         stack.engines[name].faults.append(Status(500))
 
-    trace_id = await ask(stack)
+    trace_id = await ask_traced(stack)
 
     await spans(receiver, trace_id, "turn", "decode")
     tries = [span for span in receiver.trace(trace_id) if span.name == "prefill"]
@@ -200,7 +180,7 @@ async def test_each_try_has_a_span_and_a_failed_one_says_why(
 async def test_a_turn_that_breaks_off_is_marked(stack: Stack, receiver: Receiver) -> None:
     stack.engines["decode-0"].faults.append(Cut(chunks=2))
 
-    trace_id = await ask(stack, stream=True)
+    trace_id = await ask_traced(stack, stream=True)
 
     found = await spans(receiver, trace_id, "turn", "ttft", "decode")
     assert found["turn"].failed
@@ -212,7 +192,7 @@ async def test_all_spans_end_when_the_client_goes_away(stack: Stack, receiver: R
     decode = stack.engines["decode-0"]
     decode.fault = Hang()
     headers = {"traceparent": f"00-{CLIENT_TRACE}-{CLIENT_SPAN}-01"}
-    turn = asyncio.ensure_future(ask(stack, headers))
+    turn = asyncio.ensure_future(ask_traced(stack, headers))
     await until(lambda: decode.seen, "the decode engine was not asked")
 
     turn.cancel()
@@ -224,7 +204,7 @@ async def test_all_spans_end_when_the_client_goes_away(stack: Stack, receiver: R
 
 
 async def test_a_refused_request_is_a_trace_too(stack: Stack, receiver: Receiver) -> None:
-    trace_id = await ask(stack, model="other")
+    trace_id = await ask_traced(stack, model="other")
 
     turn = (await spans(receiver, trace_id, "turn"))["turn"]
     assert turn.attributes["http.response.status_code"] == 404
@@ -240,10 +220,10 @@ async def test_a_collector_that_is_gone_slows_no_turn_and_no_stop(
     async with running() as stack:
         await stack.add("prefill", "prefill-0")
         await stack.add("decode", "decode-0")
-        await ask(stack)
+        await ask_traced(stack)
         began = loop.time()
         for _ in range(10):
-            await ask(stack)
+            await ask_traced(stack)
         assert loop.time() - began < 1.0
         began = loop.time()
         await stack.router.stop()

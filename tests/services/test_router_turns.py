@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from router_stack import Stack, events, running, until
+from router_stack import Stack, events, running, running_pair, until
 from sim_engine import Status
 
 from kvlease.config import ConfigError
@@ -23,9 +23,7 @@ MESSAGES = [{"role": "user", "content": "grüße"}]
 
 @pytest.fixture
 async def stack() -> AsyncIterator[Stack]:
-    async with running() as made:
-        await made.add("prefill", "prefill-0")
-        await made.add("decode", "decode-0")
+    async with running_pair() as made:
         yield made
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
-import aiohttp
 import pytest
-from otlp_receiver import Receiver, Span, receiving, tree
-from router_stack import Stack, running, until
+from otlp_receiver import Receiver, Span, tree
+from router_stack import Stack, ask_traced, running_pair, until
 from sim_engine import Cut, Fault, Hang, Slow, Status
 
 from kvlease import outcomes
@@ -31,27 +29,9 @@ WHOLE = {
 
 
 @pytest.fixture
-def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
-    with receiving() as made:
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", made.endpoint)
-        yield made
-
-
-@pytest.fixture
 async def stack(receiver: Receiver) -> AsyncIterator[Stack]:
-    async with running(prefill_timeout=5) as made:
-        await made.add("prefill", "prefill-0")
-        await made.add("decode", "decode-0")
+    async with running_pair(prefill_timeout=5) as made:
         yield made
-
-
-async def ask(stack: Stack, headers: dict[str, str] | None = None, **fields: Any) -> str:
-    """The turn's trace id."""
-    body = {"model": "sim", "messages": [], "conversation_id": "c", **fields}
-    async with stack.client.post(stack.url + CHAT, json=body, headers=headers) as response:
-        with contextlib.suppress(aiohttp.ClientError):
-            await response.read()
-        return response.headers["x-kvlease-trace-id"]
 
 
 async def trace(stack: Stack, receiver: Receiver, trace_id: str) -> dict[str, Span]:
@@ -100,7 +80,7 @@ async def test_every_outcome_is_one_whole_trace(
         lease_traceparent=granted,
     )
 
-    trace_id = await ask(stack, stream=True)
+    trace_id = await ask_traced(stack, stream=True)
 
     found = await trace(stack, receiver, trace_id)
     assert tree(list(found.values())) == WHOLE
@@ -134,7 +114,7 @@ async def test_every_outcome_is_one_whole_trace(
 
 
 async def test_each_service_says_who_it_is(stack: Stack, receiver: Receiver) -> None:
-    found = await trace(stack, receiver, await ask(stack))
+    found = await trace(stack, receiver, await ask_traced(stack))
 
     router, lease = found["turn"].resource, found["lease_service.start_turn"].resource
     assert router["service.name"] == "kvlease-router"
@@ -150,7 +130,7 @@ async def test_an_answer_that_is_not_streamed_has_its_first_token_when_it_begins
 ) -> None:
     stack.engines["decode-0"].fault = Slow(head_s=0.2)
 
-    found = await trace(stack, receiver, await ask(stack))
+    found = await trace(stack, receiver, await ask_traced(stack))
 
     assert (
         0.2
@@ -162,7 +142,7 @@ async def test_an_answer_that_is_not_streamed_has_its_first_token_when_it_begins
 async def test_a_request_that_cannot_be_split_has_no_prefill(
     stack: Stack, receiver: Receiver
 ) -> None:
-    found = await trace(stack, receiver, await ask(stack, use_beam_search=True))
+    found = await trace(stack, receiver, await ask_traced(stack, use_beam_search=True))
 
     assert set(found) == set(WHOLE) - {"prefill"}
     assert found["turn"].attributes["kvlease.outcome"] == "miss_unsupported"
@@ -176,7 +156,7 @@ async def test_a_turn_done_twice_links_once(stack: Stack, receiver: Receiver) ->
     granted = f"00-{'c' * 32}-{'d' * 16}-01"
     reports(stack, outcome=HIT, reused_tokens=64, lease_traceparent=granted)
 
-    found = await trace(stack, receiver, await ask(stack))
+    found = await trace(stack, receiver, await ask_traced(stack))
 
     names = [span.name for span in receiver.trace(found["turn"].trace_id)]
     assert names.count("decode") == names.count("prefill") >= 2
@@ -188,7 +168,7 @@ async def test_a_lease_service_that_is_gone_is_in_the_trace(
 ) -> None:
     await stack.lease.stop()
 
-    found = await trace(stack, receiver, await ask(stack))
+    found = await trace(stack, receiver, await ask_traced(stack))
 
     assert set(found) == set(WHOLE) - {"lease_service.start_turn"}
     assert found["route"].attributes["kvlease.start_turn.failure"]
@@ -238,7 +218,7 @@ async def test_an_engine_s_error_fails_the_turn_and_its_half(
         stack.engines[name].fault = fault
         half = name.removesuffix("-0")
 
-    found = await trace(stack, receiver, await ask(stack))
+    found = await trace(stack, receiver, await ask_traced(stack))
 
     assert set(found) == spans
     assert found["turn"].status == error
@@ -255,7 +235,7 @@ async def test_a_turn_that_nobody_can_decode_fails_in_its_route(
 ) -> None:
     await stack.add("prefill", "prefill-1", model="lonely")
 
-    found = await trace(stack, receiver, await ask(stack, model="lonely"))
+    found = await trace(stack, receiver, await ask_traced(stack, model="lonely"))
 
     assert set(found) == {"turn", "ttft", "route", "lease_service.start_turn"}
     assert found["turn"].status.startswith("The model 'lonely' cannot be served")
@@ -267,7 +247,7 @@ async def test_a_turn_that_nobody_can_decode_fails_in_its_route(
 async def test_a_request_that_is_not_understood_has_no_ttft(
     stack: Stack, receiver: Receiver
 ) -> None:
-    found = await trace(stack, receiver, await ask(stack, conversation_id=7))
+    found = await trace(stack, receiver, await ask_traced(stack, conversation_id=7))
 
     assert set(found) == {"turn"}
     assert found["turn"].attributes["http.response.status_code"] == 400
@@ -277,7 +257,7 @@ async def test_a_request_that_is_not_understood_has_no_ttft(
 async def test_an_answer_that_breaks_off_has_a_ttft(stack: Stack, receiver: Receiver) -> None:
     stack.engines["decode-0"].fault = Cut(chunks=2)
 
-    found = await trace(stack, receiver, await ask(stack, stream=True))
+    found = await trace(stack, receiver, await ask_traced(stack, stream=True))
 
     assert set(found) == set(WHOLE)
     assert not found["ttft"].failed
@@ -303,7 +283,7 @@ async def test_a_client_that_leaves_before_the_first_token_has_seen_none(
 ) -> None:
     engine = stack.engines[f"{where}-0"]
     engine.fault = Hang()
-    turn = asyncio.ensure_future(ask(stack, TRACED))
+    turn = asyncio.ensure_future(ask_traced(stack, TRACED))
     await until(lambda: engine.seen, "the engine was not asked")
 
     turn.cancel()

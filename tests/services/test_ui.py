@@ -12,7 +12,7 @@ import pytest_asyncio
 from axe_playwright_python.async_playwright import Axe
 from browser import running_browser
 from playwright.async_api import Browser, Page, expect
-from router_stack import Stack, running, until
+from router_stack import Stack, running, running_pair, until
 
 from kvlease import times
 from kvlease.v1 import common_pb2, lease_pb2, lease_pb2_grpc, registry_pb2, registry_pb2_grpc
@@ -30,9 +30,7 @@ EVIL = "<script>window.pwned=1</script><img src=x onerror=window.pwned=1>"
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def stack() -> AsyncIterator[Stack]:
-    async with running(jaeger_url="http://jaeger.example:16686/", session_ttl=15) as made:
-        await made.add("prefill", "prefill-0")
-        await made.add("decode", "decode-0")
+    async with running_pair(jaeger_url="http://jaeger.example:16686/", session_ttl=15) as made:
         yield made
 
 
