@@ -8,11 +8,11 @@ from itertools import pairwise
 
 import grpc
 from compose.compose_stack import SERVICES, ComposeStack
-from engines.test_trace import CHILDREN, parent_of
+from engines.test_trace import CHILDREN, SERVED, parent_of, whole_trace
 from engines.turns import Client, Turn, new_conversation, text
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from metric_names import OPENMETRICS, TEXT, scrape, used
-from otlp_receiver import Receiver, Span
+from otlp_receiver import Receiver
 
 from kvlease.v1 import common_pb2, lease_pb2, lease_pb2_grpc
 
@@ -94,14 +94,10 @@ def test_a_hit_is_one_trace_over_all_containers(
     assert second.outcome == "hit"
 
     # then its trace is complete, and every span has its parent
-    def is_complete(spans: list[Span]) -> bool:
-        names = [span.name for span in spans if span.trace_id == second.trace_id]
-        return set(CHILDREN) | {"turn"} <= set(names) and names.count("llm_request") == 2
-
-    compose_receiver.wait_until(is_complete, timeout_s=30)
-    spans = compose_receiver.trace(second.trace_id)
+    spans = whole_trace(compose_receiver, second.trace_id)
     by_name = {span.name: span for span in spans}
-    assert {name: parent_of(by_name[name], spans) for name in CHILDREN} == CHILDREN
+    parents = CHILDREN | SERVED
+    assert {name: parent_of(by_name[name], spans) for name in parents} == parents
     assert by_name["turn"].parent_id == ""
     assert sorted(parent_of(s, spans) for s in spans if s.name == "llm_request") == [
         "decode",
@@ -130,8 +126,8 @@ def test_a_hit_is_one_trace_over_all_containers(
     assert by_name["kv.pull"].attributes["kvlease.tokens"] == second.reused_tokens
     assert by_name["kv.pull"].attributes["kvlease.source_engine"] == "decode-0"
     (link,) = turn.links
-    (linked,) = [s for s in compose_receiver.trace(first.trace_id) if s.span_id == link]
-    assert linked.name == "turn"
+    linked = compose_receiver.wait_for(first.trace_id, "turn", timeout_s=30)["turn"]
+    assert linked.span_id == link
 
 
 def test_what_prometheus_scrapes_is_valid_and_all_that_is_asked_for(

@@ -20,6 +20,13 @@ CHILDREN = {
 }
 """Span → its parent (see docs/tracing.md)."""
 
+SERVED = {
+    "lease_service.start_turn": "route",
+    "lease_service.claim": "lease.claim",
+    "lease_service.grant": "lease.grant",
+}
+"""The same of the lease service's own spans."""
+
 
 ENGINES = ("kvlease-prefill", "vllm-prefill", "kvlease-decode", "vllm-decode")
 
@@ -42,6 +49,18 @@ def two_turns(client: Client) -> tuple[str, str]:
     return first.trace_id, second.trace_id
 
 
+def whole_trace(receiver: Receiver, trace_id: str) -> list[Span]:
+    """Spans of a hit, once all are there. Everybody exports on their own: the last span of
+    a turn may come before the first of another service."""
+
+    def all_are_there(spans: list[Span]) -> bool:
+        names = [span.name for span in spans if span.trace_id == trace_id]
+        return {"turn", *CHILDREN, *SERVED} <= set(names) and names.count("llm_request") >= 2
+
+    receiver.wait_until(all_are_there, timeout_s=30)
+    return receiver.trace(trace_id)
+
+
 def parent_of(span: Span, spans: list[Span]) -> str:
     names = [other.name for other in spans if other.span_id == span.parent_id]
     return names[0] if names else ""
@@ -50,29 +69,17 @@ def parent_of(span: Span, spans: list[Span]) -> str:
 def test_a_hit_is_one_tree_from_the_router_to_vllm(client: Client, receiver: Receiver) -> None:
     # when a second turn hits
     first, second = two_turns(client)
-    by_name = receiver.wait_for(second, "turn", *CHILDREN, timeout_s=20)
-    spans = receiver.trace(second)
+    spans = whole_trace(receiver, second)
+    by_name = {span.name: span for span in spans}
 
-    # then every span is there, under its parent
-    for name, parent in CHILDREN.items():
+    # then every span is there, under its parent, the lease service's under its caller's
+    for name, parent in (CHILDREN | SERVED).items():
         assert parent_of(by_name[name], spans) == parent, name
     assert by_name["turn"].parent_id == ""
 
     # and vLLM's own spans, of both engines, are in the same trace
-    def both_engines_have_reported(found: list[Span]) -> bool:
-        own = [s for s in found if s.trace_id == second and s.name == "llm_request"]
-        return len(own) >= 2
-
-    receiver.wait_until(both_engines_have_reported, timeout_s=20)
-    spans = receiver.trace(second)
     parents = sorted(parent_of(s, spans) for s in spans if s.name == "llm_request")
     assert parents == ["decode", "prefill"]
-
-    # and the lease service's are under those that called it
-    servers = {s.name: parent_of(s, spans) for s in spans if s.name.startswith("lease_service")}
-    assert servers["lease_service.claim"] == "lease.claim"
-    assert servers["lease_service.grant"] == "lease.grant"
-    assert servers["lease_service.start_turn"] == "route"
 
     # and each says who made it, the connector and vLLM which engine, and which start of it
     for span in spans:
@@ -85,18 +92,20 @@ def test_a_hit_is_one_tree_from_the_router_to_vllm(client: Client, receiver: Rec
         assert makers[f"vllm-{role}"].startswith(f"{role}-")
 
     # and the turn links to the one whose blocks it reused
-    (first_turn,) = [s for s in receiver.trace(first) if s.name == "turn"]
+    first_turn = receiver.wait_for(first, "turn", timeout_s=20)["turn"]
     assert first_turn.span_id in by_name["turn"].links
 
 
-def test_kvlease_trace_shows_it_all(client: Client, stack: Stack) -> None:
+def test_kvlease_trace_shows_it_all(client: Client, receiver: Receiver, stack: Stack) -> None:
+    # given a turn whose spans have gone through the stack's own receiver
     _, second = two_turns(client)
+    whole_trace(receiver, second)
 
     result = CliRunner().invoke(cli, ["trace", second, "--dir", str(stack.options.directory)])
 
     assert result.exit_code == 0, result.output
     assert result.output.count("─ llm_request ") == 2
-    for name in [*CHILDREN, "lease_service.claim"]:
+    for name in [*CHILDREN, *SERVED]:
         assert f"─ {name} " in result.output, result.output
 
 
