@@ -27,8 +27,8 @@ if _version_not_supported:
 
 class LeaseServiceStub(object):
     """Every write is one compare-and-swap on the lease's revision in the store, so any
-    replica may answer any call. An ambiguous store error is settled by reading back
-    before the call answers.
+    replica may answer any call. A write whose answer was lost is settled before the call
+    answers: either it is in the store, or it never will be.
 
     Errors carry google.rpc.ErrorInfo with domain "kvlease" and one of the reasons
     named at each call. Every call may end with UNAVAILABLE (STORE_UNAVAILABLE).
@@ -109,8 +109,8 @@ class LeaseServiceStub(object):
 
 class LeaseServiceServicer(object):
     """Every write is one compare-and-swap on the lease's revision in the store, so any
-    replica may answer any call. An ambiguous store error is settled by reading back
-    before the call answers.
+    replica may answer any call. A write whose answer was lost is settled before the call
+    answers: either it is in the store, or it never will be.
 
     Errors carry google.rpc.ErrorInfo with domain "kvlease" and one of the reasons
     named at each call. Every call may end with UNAVAILABLE (STORE_UNAVAILABLE).
@@ -357,8 +357,8 @@ def add_LeaseServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class LeaseService(object):
     """Every write is one compare-and-swap on the lease's revision in the store, so any
-    replica may answer any call. An ambiguous store error is settled by reading back
-    before the call answers.
+    replica may answer any call. A write whose answer was lost is settled before the call
+    answers: either it is in the store, or it never will be.
 
     Errors carry google.rpc.ErrorInfo with domain "kvlease" and one of the reasons
     named at each call. Every call may end with UNAVAILABLE (STORE_UNAVAILABLE).

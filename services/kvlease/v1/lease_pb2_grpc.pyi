@@ -24,8 +24,8 @@ GRPC_VERSION: str
 
 class LeaseServiceStub:
     """Every write is one compare-and-swap on the lease's revision in the store, so any
-    replica may answer any call. An ambiguous store error is settled by reading back
-    before the call answers.
+    replica may answer any call. A write whose answer was lost is settled before the call
+    answers: either it is in the store, or it never will be.
 
     Errors carry google.rpc.ErrorInfo with domain "kvlease" and one of the reasons
     named at each call. Every call may end with UNAVAILABLE (STORE_UNAVAILABLE).
@@ -149,8 +149,8 @@ class LeaseServiceStub:
 @typing.type_check_only
 class LeaseServiceAsyncStub(LeaseServiceStub):
     """Every write is one compare-and-swap on the lease's revision in the store, so any
-    replica may answer any call. An ambiguous store error is settled by reading back
-    before the call answers.
+    replica may answer any call. A write whose answer was lost is settled before the call
+    answers: either it is in the store, or it never will be.
 
     Errors carry google.rpc.ErrorInfo with domain "kvlease" and one of the reasons
     named at each call. Every call may end with UNAVAILABLE (STORE_UNAVAILABLE).
@@ -270,8 +270,8 @@ class LeaseServiceAsyncStub(LeaseServiceStub):
 
 class LeaseServiceServicer(metaclass=abc.ABCMeta):
     """Every write is one compare-and-swap on the lease's revision in the store, so any
-    replica may answer any call. An ambiguous store error is settled by reading back
-    before the call answers.
+    replica may answer any call. A write whose answer was lost is settled before the call
+    answers: either it is in the store, or it never will be.
 
     Errors carry google.rpc.ErrorInfo with domain "kvlease" and one of the reasons
     named at each call. Every call may end with UNAVAILABLE (STORE_UNAVAILABLE).
