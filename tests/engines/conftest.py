@@ -162,9 +162,9 @@ def second_prefill(engine_stack: EngineStack) -> Iterator[str]:
     engine_stack.remove("prefill-1")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def second_decode(engine_stack: EngineStack) -> Iterator[str]:
-    """The name of a second decode engine, which runs as long as the module's tests."""
+    """The name of a second decode engine, which runs as long as the test."""
     engine_stack.add("decode-1")
     yield "decode-1"
     engine_stack.remove("decode-1")

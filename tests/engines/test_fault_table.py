@@ -29,6 +29,7 @@ from engines.look import (
     has_open_ticket,
     holder_of,
     is_ready,
+    unfinished_requests,
     usage,
     used_blocks,
     wait,
@@ -162,8 +163,9 @@ class Talk:
             self.conversation = new_conversation(self.row.fault)
             self.send(self.messages)
 
-    def check(self) -> None:
-        for messages, turn in self.answers[1:]:
+    def check(self, first: int = 1) -> None:
+        """Compares the answers from the ``first`` on with those of recomputation."""
+        for messages, turn in self.answers[first:]:
             again = self.plant.client.recomputed(messages)
             pairs = zip(turn.first_logprobs, again.first_logprobs, strict=True)
             if turn.prompt_ids != again.prompt_ids or any(abs(a - b) > 1e-3 for a, b in pairs):
@@ -246,7 +248,26 @@ def decode_stopped_in_a_read(plant: Plant, talk: Talk) -> Callable[[], None]:
     wait(lambda: has_open_ticket(plant.stack, talk.conversation), "a claim")
     plant.stack.send(holder, signal.SIGSTOP)
     thread.join()
-    return lambda: plant.stack.send(holder, signal.SIGCONT)
+    # The turn is answered. What the hung read may still write stays out of use, alone.
+    assert talk.answers[-1][1].outcome == "miss_engine", "the read was over before the stop"
+    wait(lambda: usage(plant.stack)["prefill-0"].retained_blocks == 0, "the prompt is fetched")
+    assert used_blocks(plant.stack, "prefill-0") > 0
+
+    def resume() -> None:
+        # The late bytes come while another prompt's blocks are in use beside theirs.
+        others: list[Talk] = []
+        thread = threading.Thread(
+            target=lambda: others.append(Talk(plant, talk.row, seed=73, chars=4000))
+        )
+        thread.start()
+        prefill = f"http://{plant.stack.plan.part('prefill-0').http}"
+        wait(lambda: unfinished_requests(prefill) > 0, "another prompt is computed")
+        plant.stack.send(holder, signal.SIGCONT)
+        thread.join()
+        wait(lambda: used_blocks(plant.stack, "prefill-0") == 0, "the blocks are free")
+        others[0].check(first=0)
+
+    return resume
 
 
 def engines_refuse_turns(plant: Plant, talk: Talk) -> Callable[[], None]:
