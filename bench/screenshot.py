@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from engines.turns import text
 
-from kvlease.cli.demo_chat import ask
+from kvlease.cli.chat import COMPARABLE, ask
 from kvlease.cli.parts import Options
 from kvlease.cli.stack import Stack
 
@@ -53,7 +53,9 @@ def talk(address: str) -> None:
             last = turn == turns - 1
             if name == "films-7" and last:
                 messages.insert(0, {"role": "system", "content": "Answer in one word."})
-            answer = ask(address, "model", messages, conversation=name, reuse=True, max_tokens=24)
+            answer = ask(
+                address, "model", messages, conversation=name, max_tokens=24, fields=COMPARABLE
+            )
             messages += [
                 {"role": "assistant", "content": answer.text},
                 {"role": "user", "content": text(600, 10 * seed + turn)},

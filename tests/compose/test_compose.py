@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from pathlib import Path
 
 import grpc
 from compose.compose_stack import SERVICES, ComposeStack
@@ -15,6 +16,8 @@ from metric_names import OPENMETRICS, TEXT, scrape, used
 from otlp_receiver import Receiver
 
 from kvlease.v1 import common_pb2, lease_pb2, lease_pb2_grpc
+
+README = Path(__file__).parents[2] / "README.md"
 
 OURS = ("registry", "lease", "router", "prefill", "decode", "front")
 
@@ -41,6 +44,16 @@ class Conversation:
         answered = self._client.chat(self._messages, self.id)
         self._messages.append({"role": "assistant", "content": answered.text})
         return answered
+
+
+def test_the_second_command_of_the_readme_shows_a_hit(compose_stack: ComposeStack) -> None:
+    command = "    docker compose -f compose/compose.yaml exec "
+    (line,) = (line for line in README.read_text().splitlines() if line.startswith(command))
+    service, *arguments = line.removeprefix(command).split()
+
+    told = json.loads(compose_stack.compose("exec", "-T", service, *arguments, "--json"))
+
+    assert [turn["outcome"] for turn in told["turns"]] == ["miss_no_lease", "hit", "hit"]
 
 
 def test_three_turns_hit_and_go_on_hitting_whatever_dies(compose_stack: ComposeStack) -> None:

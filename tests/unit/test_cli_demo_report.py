@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from kvlease.cli import demo_report as report
-from kvlease.cli.demo_chat import Answer, Token
+from kvlease.cli.chat import Answer, Token
 
 PROBABLE = {"a": -0.5, "b": -1.5, "c": -3.0}
 

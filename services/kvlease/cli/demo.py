@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ import click
 from kvlease.cli import demo_report as report
 from kvlease.cli import processes, records, tables
 from kvlease.cli import stack as local
-from kvlease.cli.demo_chat import Answer, Message, TurnFailed, ask
+from kvlease.cli.chat import COMPARABLE, Answer, Message, TurnFailed, ask, words
 from kvlease.cli.up import interruptible
 from kvlease.config import ConfigError
 
@@ -22,12 +21,6 @@ from kvlease.config import ConfigError
 # prompt tokens, fewer than 400 of them new.
 _NEW_TEXT = (1900, 1350, 1350, 1350, 300)
 _ANSWER_TOKENS = 32
-
-_WORDS = (
-    "the a this each block token lease turn cache prompt engine router claim reads holds writes "
-    "keeps frees computes history answer tool result file line test value error number list "
-    "when after before because until where not only again first last next new old"
-)
 
 _EXAMPLES = """\b
 Examples:
@@ -121,13 +114,14 @@ def _converse(base_url: str, repeats: int) -> list[report.Turn]:
             conversation=f"demo-{kind}-{repeat}",
             reuse=kind != "off",
             max_tokens=_ANSWER_TOKENS,
+            fields=COMPARABLE,
         )
 
     _warm_up(lambda messages: turn("warm-up", 0, messages))
     turns = []
     messages: list[Message] = [{"role": "system", "content": "You are a careful engineer."}]
     for number, length in enumerate(_NEW_TEXT, 1):
-        messages.append({"role": "user", "content": _text(length, seed=number)})
+        messages.append({"role": "user", "content": words(length, seed=number)})
         answers: dict[str, list[Answer]] = {"off": [], "on": []}
         for repeat in range(repeats):
             # Alternating who goes first, so that neither always finds the warmer machine.
@@ -145,21 +139,11 @@ def _converse(base_url: str, repeats: int) -> list[report.Turn]:
 def _warm_up(turn: Callable[[Sequence[Message]], Answer]) -> None:
     """Two turns, not measured: the first pull between two engines shakes hands, and the
     first request on an engine allocates."""
-    messages = [{"role": "user", "content": _text(700, seed=0)}]
+    messages = [{"role": "user", "content": words(700, seed=0)}]
     answer = turn(messages)
     messages += [
         {"role": "assistant", "content": answer.text},
-        {"role": "user", "content": _text(200, seed=-1)},
+        {"role": "user", "content": words(200, seed=-1)},
     ]
     turn(messages)
     _say("warmed up with a conversation of two turns")
-
-
-def _text(length: int, *, seed: int) -> str:
-    """Words, always the same ones for a seed."""
-    choose = random.Random(seed).choice
-    words = _WORDS.split()
-    text = ""
-    while len(text) < length:
-        text += choose(words) + " "
-    return text[:length]

@@ -12,7 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from kvlease.cli import tables
-from kvlease.cli.demo_chat import Answer
+from kvlease.cli.chat import Answer
 
 LOGPROB_TOLERANCE = 1e-3
 """float32 sums in another order differ by about 1e-5 here; wrong blocks by 0.1 and more."""

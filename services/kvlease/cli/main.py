@@ -18,6 +18,7 @@ _COMMANDS = {
     "up": "kvlease.cli.up:up",
     "down": "kvlease.cli.up:down",
     "demo": "kvlease.cli.demo:demo",
+    "talk": "kvlease.cli.talk:talk",
     "engines": "kvlease.cli.engines:engines",
     "drain": "kvlease.cli.engines:drain",
     "leases": "kvlease.cli.leases:leases",
