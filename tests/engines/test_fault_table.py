@@ -242,16 +242,7 @@ def decode_stopped_in_a_read(plant: Plant, talk: Talk) -> Callable[[], None]:
     # A long history, so that the read takes a while.
     for seed in (71, 72):
         talk.send([*talk.messages, {"role": "user", "content": text(2500, seed)}])
-    holder = holder_of(plant.stack, talk.conversation)
-    thread = threading.Thread(target=talk.go_on)
-    thread.start()
-    wait(lambda: has_open_ticket(plant.stack, talk.conversation), "a claim")
-    plant.stack.send(holder, signal.SIGSTOP)
-    thread.join()
-    # The turn is answered. What the hung read may still write stays out of use, alone.
-    assert talk.answers[-1][1].outcome == "miss_engine", "the read was over before the stop"
-    wait(lambda: usage(plant.stack)["prefill-0"].retained_blocks == 0, "the prompt is fetched")
-    assert used_blocks(plant.stack, "prefill-0") > 0
+    holder = stopped_while_it_is_read(plant, talk)
 
     def resume() -> None:
         # The late bytes come while another prompt's blocks are in use beside theirs.
@@ -268,6 +259,32 @@ def decode_stopped_in_a_read(plant: Plant, talk: Talk) -> Callable[[], None]:
         others[0].check(first=0)
 
     return resume
+
+
+def stopped_while_it_is_read(plant: Plant, talk: Talk) -> str:
+    """The holder of the conversation, stopped in the middle of a read. The turn is answered,
+    and the blocks that the hung read may still write stay out of use."""
+    # After its claim a reader asks the holder once more, for some milliseconds, and reads.
+    for delay_s in (0.03, 0.06, 0.1, 0.015, 0.0):
+        holder = holder_of(plant.stack, talk.conversation)
+        thread = threading.Thread(target=talk.go_on)
+        thread.start()
+        wait(
+            lambda: has_open_ticket(plant.stack, talk.conversation) or not thread.is_alive(),  # noqa: B023
+            "a claim",
+        )
+        time.sleep(delay_s)
+        plant.stack.send(holder, signal.SIGSTOP)
+        thread.join()
+        wait(lambda: usage(plant.stack)["prefill-0"].retained_blocks == 0, "the prompt is fetched")
+        if used_blocks(plant.stack, "prefill-0") > 0:
+            assert talk.answers[-1][1].outcome == "miss_engine"
+            return holder
+        # The read was over by then, or had not begun.
+        plant.stack.send(holder, signal.SIGCONT)
+        wait(lambda: len(usage(plant.stack)) == 3, "all engines have a session")
+        assert seconds_to_first_hit(talk) is not None
+    raise AssertionError("no read was hung in five tries")
 
 
 def engines_refuse_turns(plant: Plant, talk: Talk) -> Callable[[], None]:
