@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from opentelemetry import trace
 
 from kvlease import outcomes, rpc, serving, telemetry
+from kvlease.admission import Gate
 from kvlease.lease import watches
 from kvlease.lease.history import History
 from kvlease.lease.knowledge import LeaseView
@@ -29,6 +30,13 @@ from kvlease.v1.lease_pb2 import (
 )
 
 SERVICE = "kvlease.v1.LeaseService"
+
+PLACES = 8
+"""Calls that are worked on at once, besides those that a first token waits for: these pass.
+Fewer would leave etcd's groups small, more make claims wait."""
+
+LENT_S = 0.1
+"""A call that takes longer waits for the store, not for this process: another may begin."""
 
 _TRACE_HEADERS = ("traceparent", "tracestate")
 
@@ -52,6 +60,7 @@ class LeaseServer(lease_pb2_grpc.LeaseServiceServicer):
         self._leases = leases
         self._monitor = monitor
         self._tracer = tracer
+        self._gate = Gate(PLACES, LENT_S)
 
     async def StartTurn(
         self, request: lease_pb2.StartTurnRequest, context: rpc.Context
@@ -63,7 +72,7 @@ class LeaseServer(lease_pb2_grpc.LeaseServiceServicer):
 
     async def Grant(self, request: lease_pb2.GrantRequest, context: rpc.Context) -> GrantResponse:
         with self._span("lease_service.grant", context, request.conversation) as span:
-            answer = await self._answer(context, lambda: self._operations.grant(request))
+            answer = await self._in_turn(context, lambda: self._operations.grant(request))
             span.set_attribute("kvlease.lease_id", request.lease_id)
             span.set_attribute("kvlease.turn", answer.lease.turn)
             return answer
@@ -78,33 +87,36 @@ class LeaseServer(lease_pb2_grpc.LeaseServiceServicer):
     async def Complete(
         self, request: lease_pb2.CompleteRequest, context: rpc.Context
     ) -> CompleteResponse:
-        return await self._answer(context, lambda: self._operations.complete(request))
+        return await self._in_turn(context, lambda: self._operations.complete(request))
 
     async def Renew(self, request: lease_pb2.RenewRequest, context: rpc.Context) -> Lease:
-        return await self._answer(context, lambda: self._operations.renew(request))
+        return await self._in_turn(context, lambda: self._operations.renew(request))
 
     async def Revoke(
         self, request: lease_pb2.RevokeRequest, context: rpc.Context
     ) -> RevokeResponse:
-        return await self._answer(context, lambda: self._operations.revoke(request))
+        # A request may wait for these blocks; ends of other kinds come by the hundred.
+        urgent = request.reason == lease_pb2.END_REASON_BUDGET
+        answer = self._answer if urgent else self._in_turn
+        return await answer(context, lambda: self._operations.revoke(request))
 
     async def EndConversation(
         self, request: lease_pb2.EndConversationRequest, context: rpc.Context
     ) -> EndConversationResponse:
-        return await self._answer(context, lambda: self._operations.end_conversation(request))
+        return await self._in_turn(context, lambda: self._operations.end_conversation(request))
 
     async def GetLease(self, request: lease_pb2.GetLeaseRequest, context: rpc.Context) -> Lease:
-        return await self._answer(context, lambda: self._operations.get_lease(request))
+        return await self._in_turn(context, lambda: self._operations.get_lease(request))
 
     async def ListLeases(
         self, request: lease_pb2.ListLeasesRequest, context: rpc.Context
     ) -> ListLeasesResponse:
-        return await self._answer(context, lambda: self._operations.list_leases(request))
+        return await self._in_turn(context, lambda: self._operations.list_leases(request))
 
     async def GetConversation(
         self, request: lease_pb2.GetConversationRequest, context: rpc.Context
     ) -> ConversationInfo:
-        return await self._answer(context, lambda: self._conversation(request))
+        return await self._in_turn(context, lambda: self._conversation(request))
 
     async def _conversation(self, request: lease_pb2.GetConversationRequest) -> ConversationInfo:
         answer = ConversationInfo()
@@ -115,13 +127,13 @@ class LeaseServer(lease_pb2_grpc.LeaseServiceServicer):
     async def RecordTurns(
         self, request: lease_pb2.RecordTurnsRequest, context: rpc.Context
     ) -> lease_pb2.RecordTurnsResponse:
-        await self._answer(context, lambda: self._history.record(request))
+        await self._in_turn(context, lambda: self._history.record(request))
         return lease_pb2.RecordTurnsResponse()
 
     async def ListConversations(
         self, request: lease_pb2.ListConversationsRequest, context: rpc.Context
     ) -> lease_pb2.ListConversationsResponse:
-        return await self._answer(context, lambda: self._history.list(request))
+        return await self._in_turn(context, lambda: self._history.list(request))
 
     async def WatchLeases(
         self, request: lease_pb2.WatchLeasesRequest, context: rpc.Context
@@ -139,6 +151,17 @@ class LeaseServer(lease_pb2_grpc.LeaseServiceServicer):
         self, context: rpc.Context, work: Callable[[], Awaitable[serving.Answer]]
     ) -> serving.Answer:
         return await serving.answer(self._monitor, context, work)
+
+    async def _in_turn(
+        self, context: rpc.Context, work: Callable[[], Awaitable[serving.Answer]]
+    ) -> serving.Answer:
+        """As :meth:`_answer`, for a call that no first token waits for."""
+
+        async def admitted() -> serving.Answer:
+            self._monitor.require_store()  # it may have gone while the call waited
+            return await work()
+
+        return await self._answer(context, lambda: self._gate.through(admitted))
 
     @contextlib.contextmanager
     def _span(
