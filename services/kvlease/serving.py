@@ -24,6 +24,10 @@ store that has just gone, and fail while one has just come back."""
 STOP_GRACE_S = 3.0
 """Running calls get so long to end. Watches are ended at once."""
 
+MARGIN_S = 0.02
+"""A call ends so long before its deadline if the store does not answer, so that this is still
+told in time on a busy machine; a tenth of the deadline at most."""
+
 Answer = TypeVar("Answer")
 
 Ready = Callable[[str, str], None]
@@ -108,7 +112,7 @@ async def answer(
     if ids:
         structlog.contextvars.bind_contextvars(**ids)  # for this call: each is a task of its own
     remaining: float | None = context.time_remaining()
-    limit = None if remaining is None else max(0.0, remaining - min(0.005, remaining / 10))
+    limit = None if remaining is None else max(0.0, remaining - min(MARGIN_S, remaining / 10))
     try:
         monitor.require_store()
         async with asyncio.timeout(limit):
