@@ -9,6 +9,7 @@ import os
 import signal
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any
 
 import grpc.aio
 import structlog
@@ -27,6 +28,9 @@ from kvlease_connector.served import other_models
 from kvlease_connector.session import Session
 
 log = structlog.get_logger("kvlease.connector")
+
+Handler = Callable[[int, Any], Any]
+"""Of a signal."""
 
 JOIN_TIMEOUT_S = 10.0
 """To open channels, which connects to nothing yet."""
@@ -56,6 +60,8 @@ class ControlPlane:
         self._usage = usage
         self._watch: Future[None] | None = None
         self._server: HolderServer | None = None
+        self._session: Session | None = None
+        self._handlers: dict[signal.Signals, functools.partial[None]] = {}
         self._parent = os.getppid()
         self._tls = tls.of(options.settings)
         self._telemetry = Telemetry(
@@ -65,6 +71,23 @@ class ControlPlane:
         self._background = Background(f"kvlease-{engine.engine_id}")
         # Channels belong to the loop that makes them.
         self._background.submit(self._join(), "join").result(JOIN_TIMEOUT_S)
+
+    def leave_when_told_to_end(self) -> None:
+        """Has the engine leave the registry as soon as its process gets a signal to end.
+        vLLM calls :meth:`stop` after its workers have ended, which may take so long that it
+        is killed before; and until then routers would send turns that it refuses. Only for
+        the main thread, as :meth:`stop` from then on."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            handler = signal.getsignal(number)
+            if callable(handler):
+                ours = functools.partial(self._told_to_end, handler)
+                signal.signal(number, ours)
+                self._handlers[number] = ours
+
+    def _told_to_end(self, handler: Handler, number: int, frame: Any) -> None:
+        if self._session is not None:
+            self._session.leave()
+        handler(number, frame)
 
     async def _join(self) -> None:
         settings, tracer = self._options.settings, self._telemetry.tracer
@@ -100,7 +123,7 @@ class ControlPlane:
 
     def _open_session(self) -> None:
         settings = self._options.settings
-        session = Session(
+        session = self._session = Session(
             registry_pb2_grpc.RegistryStub(self._channel(settings.registry_endpoint)),
             self._engine,
             usage=self._usage,
@@ -141,6 +164,9 @@ class ControlPlane:
 
     def stop(self) -> None:
         """Lets no reader in any more, deregisters, ends all calls, exports the last spans."""
+        for number, ours in self._handlers.items():
+            if signal.getsignal(number) is ours:
+                signal.signal(number, ours.args[0])
         if self._server is not None:
             self._background.submit(self._server.stop(), "stop").result(JOIN_TIMEOUT_S)
         self._background.stop()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -115,6 +116,8 @@ class KvLeaseScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             chunk_tokens=self._chunk_tokens,
             usage=self.usage,
         )
+        if threading.current_thread() is threading.main_thread():
+            self._control.leave_when_told_to_end()
 
     @property
     def _prefill(self) -> PrefillSide | None:

@@ -58,6 +58,7 @@ class Session:
         self._other_models = other_models
         self._listens = answers or self._http_listens
         self._published: registry_pb2.BlockUsage | None = None
+        self._leaving = False
         self.session_id: str | None = None
         self.last_acknowledged = 0.0
         """When the last acknowledged renewal was sent."""
@@ -66,9 +67,9 @@ class Session:
         self.ttl_s = 0.0
 
     async def run(self) -> None:
-        """Until cancelled. Deregisters on the way out."""
+        """Until cancelled, or told to leave. Deregisters on the way out."""
         try:
-            while True:
+            while not self._leaving:
                 await self._until_http_answers()
                 if self._other_models is not None:
                     self._engine.other_models[:] = await self._other_models()
@@ -76,6 +77,11 @@ class Session:
                 await self._keep()
         finally:
             await self._deregister()
+
+    def leave(self) -> None:
+        """The engine is about to end: deregisters within :data:`USAGE_PERIOD_S`, for good.
+        What runs on it may still end. From any thread, and from a signal's handler."""
+        self._leaving = True
 
     @property
     def is_fresh(self) -> bool:
@@ -139,6 +145,9 @@ class Session:
         due = self._clock() + period
         while True:
             await asyncio.sleep(min(USAGE_PERIOD_S, max(0.0, due - self._clock())))
+            if self._leaving:
+                await self._leave("the engine was told to end")
+                return
             usage = self._usage()
             if self._clock() < due and usage == self._published:
                 continue
@@ -147,7 +156,8 @@ class Session:
                 self._lose(self.last_attempt + self.ttl_s)
                 return
             if self._clock() >= due and not await self._listens():
-                await self._leave()
+                await self._leave("the engine's HTTP server is gone")
+                self._on_gone()
                 return
             try:
                 await self._renew(usage)
@@ -176,14 +186,13 @@ class Session:
         self.last_acknowledged = sent
         self._published = usage
 
-    async def _leave(self) -> None:
-        """The engine's HTTP server is gone."""
-        log.warning("session ended: the engine's HTTP server is gone")
+    async def _leave(self, why: str) -> None:
+        """Nobody is to use the engine any more."""
+        log.warning(f"session ended: {why}")
         left = self.session_id or ""
         await self._deregister()
         # Should that have failed, the store shows the session until its TTL is over.
         self._on_lost(left, self.last_attempt + self.ttl_s)
-        self._on_gone()
 
     def _lose(self, ended_by: float) -> None:
         lost, self.session_id = self.session_id, None
