@@ -61,7 +61,8 @@ class ControlPlane:
         self._watch: Future[None] | None = None
         self._server: HolderServer | None = None
         self._session: Session | None = None
-        self._handlers: dict[signal.Signals, functools.partial[None]] = {}
+        self._handlers: dict[signal.Signals, tuple[Handler, Handler]] = {}
+        """Ours, and the one before it."""
         self._parent = os.getppid()
         self._tls = tls.of(options.settings)
         self._telemetry = Telemetry(
@@ -82,7 +83,7 @@ class ControlPlane:
             if callable(handler):
                 ours = functools.partial(self._told_to_end, handler)
                 signal.signal(number, ours)
-                self._handlers[number] = ours
+                self._handlers[number] = (ours, handler)
 
     def _told_to_end(self, handler: Handler, number: int, frame: Any) -> None:
         if self._session is not None:
@@ -164,9 +165,9 @@ class ControlPlane:
 
     def stop(self) -> None:
         """Lets no reader in any more, deregisters, ends all calls, exports the last spans."""
-        for number, ours in self._handlers.items():
+        for number, (ours, before) in self._handlers.items():
             if signal.getsignal(number) is ours:
-                signal.signal(number, ours.args[0])
+                signal.signal(number, before)
         if self._server is not None:
             self._background.submit(self._server.stop(), "stop").result(JOIN_TIMEOUT_S)
         self._background.stop()
