@@ -489,6 +489,7 @@ async def test_a_registry_that_has_forgotten_its_engines_fails_no_turn() -> None
         again = await stack.start("registry", empty)
         await until(lambda: _departed(stack), "the router did not see the new registry")
 
+        assert await _ready(stack)
         response, _ = await ask(stack)
 
         assert response.status == 200
@@ -496,8 +497,8 @@ async def test_a_registry_that_has_forgotten_its_engines_fails_no_turn() -> None
         await empty.close()
 
 
-async def _departed(stack: Stack) -> bool:
-    return (await stack.metrics()).count('state="departed"') == 2
+async def _departed(stack: Stack, count: int = 2) -> bool:
+    return (await stack.metrics()).count('state="departed"') == count
 
 
 async def test_a_router_that_is_started_anew_knows_the_conversation(stack: Stack) -> None:
@@ -520,12 +521,7 @@ async def test_a_draining_engine_gets_no_new_turns(stack: Stack) -> None:
     await ask(stack)
     await stack.grant(draining, "c", turn=1)
     before = len(draining.seen)
-    stub = registry_pb2_grpc.RegistryStub(stack.registry_channel)
-    await stub.Drain(
-        registry_pb2.DrainRequest(role=registry_pb2.ENGINE_ROLE_DECODE, engine_id="decode-0"),
-        timeout=5,
-    )
-    await until(lambda: _draining(stack), "the router does not know it")
+    await drain(stack, registry_pb2.ENGINE_ROLE_DECODE, "decode-0")
 
     await ask(stack)
 
@@ -533,8 +529,78 @@ async def test_a_draining_engine_gets_no_new_turns(stack: Stack) -> None:
     assert other.seen
 
 
+async def drain(stack: Stack, role: Any, engine_id: str) -> None:
+    """The router knows it when this returns."""
+    stub = registry_pb2_grpc.RegistryStub(stack.registry_channel)
+    await stub.Drain(registry_pb2.DrainRequest(role=role, engine_id=engine_id), timeout=5)
+    await until(lambda: _draining(stack), "the router does not know it")
+
+
 async def _draining(stack: Stack) -> bool:
     return 'state="draining"' in await stack.metrics()
+
+
+# --- ready is what a turn would meet ----------------------------------------------------
+
+
+async def ready(stack: Stack) -> tuple[int, Any]:
+    async with stack.client.get(f"{stack.url}/ready") as response:
+        return response.status, await response.json()
+
+
+async def test_not_ready_as_soon_as_the_only_decode_engine_accepts_no_connection() -> None:
+    async with running(session_ttl=60) as stack:  # its session outlives it
+        await stack.add("prefill", "prefill-0")
+        engine = await stack.add("decode", "decode-0")
+        assert (await ready(stack))[0] == 200
+        await engine.kill()
+
+        status, answer = await ready(stack)
+
+        assert (status, (await ask_raw(stack))[0]) == (503, 503)
+        message = answer["error"]["message"]
+        assert "no connection is accepted by decode-0" in message
+        assert message.endswith("Start a decode engine.")
+        assert served(stack.engines["prefill-0"]) == [0]  # nor is a prompt computed any more
+
+        await stack.add("decode", "decode-1")
+        assert ((await ready(stack))[0], (await ask_raw(stack))[0]) == (200, 200)
+
+
+async def test_not_ready_once_the_only_decode_engine_s_session_has_ended(stack: Stack) -> None:
+    await stack.engines["decode-0"].kill()
+    await until(lambda: _departed(stack, 1), "its session does not end")
+
+    assert ((await ready(stack))[0], (await ask_raw(stack))[0]) == (503, 503)
+
+
+async def test_not_ready_while_all_decode_engines_drain_and_they_are_named(stack: Stack) -> None:
+    await drain(stack, registry_pb2.ENGINE_ROLE_DECODE, "decode-0")
+
+    for status, answer in (await ready(stack), await ask_raw(stack)):
+        assert status == 503
+        assert "are draining (decode-0)" in answer["error"]["message"]
+
+
+async def test_ready_without_a_prefill_engine_that_was_there_since_turns_are_answered(
+    stack: Stack,
+) -> None:
+    await drain(stack, registry_pb2.ENGINE_ROLE_PREFILL, "prefill-0")
+
+    status, answer = await ready(stack)
+    response, _ = await ask(stack)
+
+    assert (status, outcome(response)) == (200, (200, "miss_engine"))
+    assert answer["draining"] == ["prefill-0"]
+    (warning,) = answer["warnings"]
+    assert "all prefill engines of this model are draining (prefill-0)" in warning
+
+    await stack.engines["prefill-0"].kill()
+    await until(lambda: _departed(stack, 1), "its session does not end")
+    status, answer = await ready(stack)
+    response, _ = await ask(stack)
+    assert (status, outcome(response)) == (200, (200, "miss_engine"))
+    assert answer["warnings"]
 
 
 async def test_a_restarted_engine_replaces_its_old_incarnation(stack: Stack) -> None:

@@ -151,7 +151,7 @@ async def test_routers_announce_themselves_and_disappear_after_their_session(
 
 
 async def test_health_is_as_ready_is() -> None:
-    async with running() as stack:
+    async with running(session_ttl=60) as stack:
         health = health_pb2_grpc.HealthStub(stack.router_channel)
 
         async def status() -> Any:
@@ -167,3 +167,12 @@ async def test_health_is_as_ready_is() -> None:
             return await status() == serving.SERVING
 
         await until(is_serving, "health does not follow")
+
+        await stack.engines["decode-0"].kill()
+        async with stack.client.get(f"{stack.url}/ready") as response:
+            assert response.status == 503
+
+        async def is_not_serving() -> bool:
+            return not await is_serving()
+
+        await until(is_not_serving, "health does not follow")

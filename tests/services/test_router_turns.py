@@ -524,9 +524,35 @@ async def test_ready_needs_engines_of_both_roles_and_health_does_not() -> None:
         await stack.add("decode", "decode-0")
         status, answer = await get("/ready")
         assert status == 503
-        assert answer["error"]["message"] == "No prefill engine is registered: start one."
+        assert answer["error"]["message"] == (
+            "No prefill engine is registered: start one. "
+            "Until then the decode engine computes whole prompts."
+        )
         await stack.add("prefill", "prefill-0")
-        assert (await get("/ready"))[0] == 200
+        assert await get("/ready") == (200, {"status": "ready", "draining": [], "warnings": []})
+
+
+async def test_what_there_is_is_told_at_the_root_and_a_browser_goes_to_the_page(
+    stack: Stack, tmp_path: Any
+) -> None:
+    async with stack.client.get(stack.url) as response:
+        message = (await response.json())["error"]["message"]
+    assert response.status == 404
+    for path in (CHAT, COMPLETION, "/v1/models", "/ui", "/metrics", "/ready", "/health"):
+        assert path in message
+
+    browser = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+    async with stack.client.get(stack.url, headers=browser) as response:
+        assert (response.status, response.url.path) == (200, "/ui")
+        assert "<title>" in await response.text()
+
+    keys = tmp_path / "keys.json"
+    keys.write_text('{"k": "acme"}')
+    async with (
+        running(api_keys_file=str(keys)) as closed,
+        closed.client.get(closed.url, headers=browser) as response,
+    ):
+        assert response.status == 404  # the page is off
 
 
 async def _says(get: Any, sentence: str) -> bool:

@@ -142,7 +142,7 @@ def test_draining_and_excluded_engines_are_never_chosen() -> None:
     failed = Candidate(engine("d1"))
 
     assert rules.choose_decode([draining], None, "c") == rules.Choice(
-        None, "all decode engines of this model are draining"
+        None, "all decode engines of this model are draining (d0)"
     )
     assert "no other" in rules.choose_decode([draining, failed], None, "c", {"d1"}).reason
     assert "registered" in rules.choose_decode([], None, "c").reason

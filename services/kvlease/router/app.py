@@ -26,6 +26,7 @@ from kvlease.router.http import Http
 from kvlease.router.keys import read_keys
 from kvlease.router.leases import Leases
 from kvlease.router.metrics import Metrics
+from kvlease.router.readiness import Readiness
 from kvlease.router.turn import Tools
 from kvlease.router.turns import Turns
 from kvlease.router.ui import Ui, off_because
@@ -36,6 +37,9 @@ from kvlease.v1 import registry_pb2, router_pb2_grpc
 
 STOP_GRACE_S = 6.0
 """Running turns get so long to end when the router stops; then they are cut."""
+
+HEALTH_PERIOD_S = 2.0
+"""How often a router looks whether a turn would be served, for gRPC health."""
 
 _WILDCARDS = ("", "0.0.0.0", "[::]", "::")
 
@@ -92,6 +96,7 @@ class _Parts:
     http: Http
     server: rpc.Server
     engines: Engines
+    readiness: Readiness
     history: TurnLog
     registry: grpc.aio.Channel
     lease: grpc.aio.Channel
@@ -130,9 +135,11 @@ async def _parts(
             upstream.open_session(settings.connect_engine_timeout)
         )
         metrics.show(engines)
+        to_engines = upstream.Upstream(session, engines, settings.connect_engine_timeout)
+        readiness = Readiness(engines, to_engines)
         tools = Tools(
             engines=engines,
-            upstream=upstream.Upstream(session, engines, settings.connect_engine_timeout),
+            upstream=to_engines,
             metrics=metrics,
             prefill_timeout_s=settings.prefill_timeout,
         )
@@ -146,12 +153,13 @@ async def _parts(
         )
         ui = Ui(
             engines,
+            readiness,
             leases,
             jaeger_url=settings.jaeger_url,
             off_because=off_because(settings.ui, keys is not None),
         )
-        http = Http(turns, engines, leases, metrics, tracing, keys, ui)
-        yield _Parts(http, server, engines, history, registry, lease, secured, changed)
+        http = Http(turns, engines, readiness, leases, metrics, tracing, keys, ui)
+        yield _Parts(http, server, engines, readiness, history, registry, lease, secured, changed)
 
 
 @contextlib.asynccontextmanager
@@ -189,16 +197,19 @@ async def _http(app: web.Application, settings: Settings) -> AsyncIterator[str]:
 
 
 async def _report_health(parts: _Parts) -> None:
-    """Keeps gRPC health as /ready is, until cancelled."""
+    """Keeps gRPC health as /ready is, until cancelled. The registry tells of changes; that
+    an engine accepts no connections any more is found by asking."""
     was_ready = False
     while True:
         parts.changed.clear()
-        is_ready = not parts.engines.unready_reason()
+        is_ready = not await parts.readiness.unready_reason()
         if is_ready != was_ready:
             was_ready = is_ready
             READY.labels("router").set(is_ready)
             await parts.server.set_ready(is_ready)
-        await parts.changed.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HEALTH_PERIOD_S):
+                await parts.changed.wait()
 
 
 def _with_port(listen: str, port: int) -> str:

@@ -65,6 +65,8 @@ class Engines:
         self._known: dict[str, _Known] = {}  # by incarnation
         self._in_flight: Counter[str] = Counter()
         self._suspect_until: dict[str, float] = {}
+        self._prefilled: set[str] = set()
+        """Models that have had a prefill engine."""
         self.synced = False
         """Whether the registry has told of all engines at least once."""
 
@@ -109,6 +111,8 @@ class Engines:
             call.cancel()
 
     def _upsert(self, engine: registry_pb2.Engine) -> None:
+        if engine.role == registry_pb2.ENGINE_ROLE_PREFILL:
+            self._prefilled.add(engine.model)
         for other in list(self._known.values()):
             if (
                 (other.engine.role, other.engine.engine_id) == (engine.role, engine.engine_id)
@@ -188,27 +192,31 @@ class Engines:
         return dict(sorted(first.items()))
 
     def unready_reason(self) -> str:
-        """Why turns cannot be served, as a sentence; empty if they can."""
+        """Why turns cannot be served, by what the registry has told alone, as a sentence;
+        empty if some engine may take them (:class:`~kvlease.router.readiness.Readiness`
+        says whether one does)."""
         if not self.synced:
             return (
                 "The registry has not been reached yet: check registry_endpoint, and that it runs."
             )
-        serving = {
-            (known.engine.model, known.engine.role)
-            for known in self._known.values()
-            if known.engine.state == registry_pb2.ENGINE_STATE_SERVING and known.departed_at is None
-        }
-        roles = (registry_pb2.ENGINE_ROLE_PREFILL, registry_pb2.ENGINE_ROLE_DECODE)
-        if any(all((model, role) in serving for role in roles) for model, _ in serving):
+        if self.complete_models():
             return ""
-        missing = [
-            name
-            for name, role in zip(("prefill", "decode"), roles, strict=True)
-            if not any(role == found for _, found in serving)
-        ]
-        if missing:
-            return f"No {' and no '.join(missing)} engine is registered: start one."
-        return "No model has both a prefill and a decode engine: start the one that is missing."
+        decode = registry_pb2.ENGINE_ROLE_DECODE
+        there = {candidate.engine.role for candidate in self._candidates()}
+        if self._prefilled:
+            there.add(registry_pb2.ENGINE_ROLE_PREFILL)
+        missing = [name for role, name in _ROLE_WORDS.items() if role not in there]
+        if not missing:
+            return "No model has both a prefill and a decode engine: start the one that is missing."
+        meanwhile = " Until then the decode engine computes whole prompts." * (decode in there)
+        return f"No {' and no '.join(missing)} engine is registered: start one.{meanwhile}"
+
+    def complete_models(self) -> list[str]:
+        """Models that have a decode engine, in whatever state, and have had a prefill
+        engine since this router was started."""
+        decode = registry_pb2.ENGINE_ROLE_DECODE
+        models = {c.engine.model for c in self._candidates() if c.engine.role == decode}
+        return sorted(models & self._prefilled)
 
     def suspect(self, engine: registry_pb2.Engine) -> None:
         """The engine has failed a request: pass it over for :data:`SUSPECT_S`."""

@@ -16,6 +16,7 @@ from kvlease.router.engines import Engines
 from kvlease.router.errors import HttpError
 from kvlease.router.leases import Leases, ServiceDown
 from kvlease.router.metrics import Metrics
+from kvlease.router.readiness import Readiness
 from kvlease.router.split import Endpoint
 from kvlease.router.turns import TRACE_ID_HEADER, Turns
 from kvlease.router.ui import Ui
@@ -31,6 +32,7 @@ class Http:
         self,
         turns: Turns,
         engines: Engines,
+        readiness: Readiness,
         leases: Leases,
         metrics: Metrics,
         tracing: telemetry.Telemetry,
@@ -39,6 +41,7 @@ class Http:
     ) -> None:
         self._turns = turns
         self._engines = engines
+        self._readiness = readiness
         self._leases = leases
         self._metrics = metrics
         self._tracer = tracing.tracer
@@ -61,8 +64,15 @@ class Http:
         app.router.add_get("/health", self._health)
         app.router.add_get("/ready", self._ready)
         app.router.add_get("/metrics", self._render_metrics)
+        app.router.add_get("/", self._root)
         self._ui.add_to(app)
         return app
+
+    async def _root(self, request: web.Request) -> web.Response:
+        """A browser goes to the page; others learn what there is."""
+        if self._ui.is_on and "text/html" in request.headers.get("Accept", ""):
+            raise web.HTTPFound("ui")  # relative: the address may have a path in front
+        raise web.HTTPNotFound
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         return await self._turns.serve(request, Endpoint.CHAT)
@@ -88,11 +98,18 @@ class Http:
         return web.json_response({"status": "ok"})
 
     async def _ready(self, _: web.Request) -> web.Response:
-        """Turns can be served."""
-        reason = "The router is stopping." if self.stopping else self._engines.unready_reason()
+        """Turns can be served, as a turn that came now would be."""
+        reason = "The router is stopping." if self.stopping else ""
+        reason = reason or await self._readiness.unready_reason()
         if reason:
             return errors.unavailable(reason, "not_ready").response()
-        return web.json_response({"status": "ready"})
+        return web.json_response(
+            {
+                "status": "ready",
+                "draining": self._readiness.draining(),
+                "warnings": self._readiness.warnings(),
+            }
+        )
 
     async def _render_metrics(self, request: web.Request) -> web.Response:
         accept = request.headers.get("Accept", "")
@@ -213,7 +230,8 @@ async def _openai_errors(request: web.Request, handler: Handler) -> web.StreamRe
             404,
             f"There is no {request.method} {request.path} here. The router serves "
             "POST /v1/chat/completions, POST /v1/completions, GET /v1/models, "
-            "POST /v1/conversations/{id}/renew and DELETE /v1/conversations/{id}.",
+            "POST /v1/conversations/{id}/renew and DELETE /v1/conversations/{id}; for those who "
+            "run it, GET /ui (a page), GET /metrics, GET /ready and GET /health.",
             "unknown_url",
         ).response()
     except web.HTTPMethodNotAllowed as error:

@@ -229,9 +229,15 @@ def _why(role: str, best: Candidate, fit: Sequence[Candidate]) -> str:
 def _why_none(role: str, candidates: Sequence[Candidate], excluded: Collection[str]) -> str:
     if not candidates:
         return f"no {role} engine of this model is registered"
+    draining = ", ".join(
+        candidate.engine.engine_id
+        for candidate in candidates
+        if candidate.engine.state == registry_pb2.ENGINE_STATE_DRAINING
+    )
     if any(candidate.engine.incarnation in excluded for candidate in candidates):
-        return f"no other {role} engine of this model is left to try"
-    return f"all {role} engines of this model are draining"
+        others = f" (draining: {draining})" if draining else ""
+        return f"no other {role} engine of this model is left to try{others}"
+    return f"all {role} engines of this model are draining ({draining})"
 
 
 def _rank(affinity: str, engine_id: str) -> bytes:

@@ -19,6 +19,7 @@ from kvlease.router.handoff import Handoff
 from kvlease.router.history import EndedTurn, TurnLog
 from kvlease.router.leases import Leases, ServiceDown
 from kvlease.router.prefill import Refused, prefill
+from kvlease.router.readiness import live_decode
 from kvlease.router.relay import ClientGone, Relay
 from kvlease.router.spans import CLIENT_GONE, TurnTrace
 from kvlease.router.split import Endpoint
@@ -197,7 +198,9 @@ class Turns:
             answer.turn = turn
             prefill_found = engines.candidates(PREFILL, ask.model)
             decode_found = engines.candidates(DECODE, ask.model)
-            decode_choice = await self._live_decode(turn)
+            decode_choice = await live_decode(
+                engines, self._tools.upstream, ask.model, turn.lease, ask.affinity
+            )
             halves = {
                 "prefill": (prefill_found, rules.choose_prefill(prefill_found, ask.affinity)),
                 "decode": (decode_found, decode_choice),
@@ -215,21 +218,6 @@ class Turns:
                     "no_decode_engine",
                 )
         return turn
-
-    async def _live_decode(self, turn: Turn) -> rules.Choice:
-        """The decode engine that the turn would go to now. One that may be dead is knocked
-        at, before a prefill engine computes a prompt for nobody."""
-        refusing: set[str] = set()
-        while True:
-            candidates = self._tools.engines.candidates(DECODE, turn.ask.model)
-            choice = rules.choose_decode(candidates, turn.lease, turn.ask.affinity, refusing)
-            engine = choice.engine
-            doubtful = [c.engine for c in candidates if c.suspect or c.departed]
-            if engine is None or engine not in doubtful:
-                return choice
-            if await self._tools.upstream.accepts(engine):
-                return choice
-            refusing.add(engine.incarnation)
 
     def _passed_on(self, request: web.Request) -> dict[str, str]:
         """Of the client's headers, engines get none but the credentials that they may

@@ -11,6 +11,7 @@ from aiohttp import web
 from kvlease.router.engines import Engines
 from kvlease.router.errors import HttpError
 from kvlease.router.leases import Leases, ServiceDown
+from kvlease.router.readiness import Readiness
 from kvlease.router.ui import state
 
 SHOWN = 100
@@ -36,9 +37,16 @@ class Ui:
     """``off_because``: a sentence, where the page is not to be shown."""
 
     def __init__(
-        self, engines: Engines, leases: Leases, *, jaeger_url: str, off_because: str
+        self,
+        engines: Engines,
+        readiness: Readiness,
+        leases: Leases,
+        *,
+        jaeger_url: str,
+        off_because: str,
     ) -> None:
         self._engines = engines
+        self._readiness = readiness
         self._leases = leases
         self._jaeger_url = jaeger_url
         self._off_because = off_because
@@ -46,6 +54,11 @@ class Ui:
         self._files = {
             name: folder.joinpath(name).read_bytes() for name in ("ui.html", "ui.css", "ui.js")
         }
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the page is shown."""
+        return not self._off_because
 
     def add_to(self, app: web.Application) -> None:
         """Adds ``/ui`` and what is under it."""
@@ -74,7 +87,8 @@ class Ui:
         wanted = request.query.get("filter", "")[:MAX_FILTER]
         now = time.time()
         shown: dict[str, Any] = {
-            "problem": self._engines.unready_reason(),
+            "problem": await self._readiness.unready_reason()
+            or " ".join(self._readiness.warnings()),
             "engines": [state.engine(*row) for row in self._engines.overview()],
             "conversations": None,  # not known
             "total": 0,
