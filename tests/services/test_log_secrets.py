@@ -152,6 +152,14 @@ async def test_no_secret_and_no_text_is_logged_and_every_turn_is(stack: local.St
     assert {line["end"] for line in turns.values()} == {
         "ok", "client_error", "failed", "disconnected"
     }  # fmt: skip
+    refused = {line["error"] for line in turns.values() if line["end"] == "client_error"}
+    for half in ("prefill", "decode"):  # what is wrong is said as far as it may be
+        told = "answered with status 400"
+        assert {
+            f"the {half} engine {told}",
+            f"the {half} engine {told}, BadRequestError, param max_tokens",
+        } <= refused
+    assert {"param n", "param conversation_id", "param x-kvlease-retain"} <= refused
     calls = [line for line in found if line["event"] in ("lease granted", "claim answered")]
     assert {line["conversation_id"] for line in calls} == {"talk-2"}
     # The last one had no trace: it has not got that of the call before, either.
@@ -237,9 +245,11 @@ async def _good_and_bad_requests(client: Client) -> None:
 
 
 async def _failing_engines(client: Client, prefill: SimEngine, decode: SimEngine) -> None:
-    said = {"error": {"message": f"bad: {PROMPT}", "type": PROMPT, "param": None, "code": 400}}
+    said = {"error": {"message": f"bad: {PROMPT}", "type": PROMPT, "param": PROMPT, "code": PROMPT}}
+    named = {"error": {"message": PROMPT, "type": "BadRequestError", "param": "max_tokens"}}
     faults: list[Fault] = [
         Status(400, said),
+        Status(400, named),
         Status(500, said),
         Cut(before_head=True),
         Cut(chunks=2, inside=True),

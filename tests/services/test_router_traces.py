@@ -212,6 +212,21 @@ async def test_a_refused_request_is_a_trace_too(stack: Stack, receiver: Receiver
     assert "Known models: sim" in turn.status
 
 
+@pytest.mark.parametrize("half", ["prefill", "decode"])
+async def test_what_an_engine_says_is_wrong_is_in_the_trace_without_its_message(
+    stack: Stack, receiver: Receiver, half: str
+) -> None:
+    said = {"message": "got -5 in 'Hello'", "type": "BadRequestError", "param": "max_tokens"}
+    stack.engines[f"{half}-0"].faults.append(Status(400, {"error": {**said, "code": 400}}))
+
+    trace_id = await ask_traced(stack)
+
+    found = await spans(receiver, trace_id, "turn", half)
+    told = "answered with status 400, BadRequestError, param max_tokens"
+    assert found["turn"].status == f"the {half} engine {told}"
+    assert found[half].status.endswith(told)
+
+
 async def test_a_collector_that_is_gone_slows_no_turn_and_no_stop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -187,14 +187,14 @@ async def test_a_lease_service_that_is_gone_is_in_the_trace(
             400,
             set(WHOLE) - {"decode"},
             "client_error",
-            "the prefill engine answered with status 400",
+            "the prefill engine answered with status 400, BadRequestError",
         ),
         (
             {"decode-0": Status(422)},
             422,
             set(WHOLE),
             "client_error",
-            "the decode engine answered with status 422",
+            "the decode engine answered with status 422, BadRequestError",
         ),
         (
             {"decode-0": Status(500)},
@@ -225,7 +225,7 @@ async def test_an_engine_s_error_fails_the_turn_and_its_half(
     assert found["turn"].attributes["error.type"] == str(status)
     assert found["turn"].attributes["http.response.status_code"] == status
     assert found["turn"].attributes["kvlease.end"] == end
-    assert found[half].status.endswith(f"answered with status {status}")
+    assert found[half].status.endswith(error.removeprefix(f"the {half} engine "))
     assert found["ttft"].status == f"no first token: {error}"
     assert "kvlease.ttft_s" not in found["turn"].attributes
 

@@ -13,7 +13,7 @@ from kvlease.config import ConfigError
 from kvlease.router import handoff
 from kvlease.router.ask import read_ask, to_json
 from kvlease.router.circuit import Circuit
-from kvlease.router.errors import HttpError, unknown_model
+from kvlease.router.errors import HttpError, refusal, unknown_model
 from kvlease.router.handoff import Handoff, TurnInfo
 from kvlease.router.keys import read_keys
 from kvlease.router.rules import InvalidRequest
@@ -274,3 +274,34 @@ def test_a_file_of_api_keys_that_cannot_be_used_is_a_configuration_error(
 def test_a_missing_file_of_api_keys_is_a_configuration_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         read_keys(str(tmp_path / "none.json"))
+
+
+# --- what an engine says is wrong -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (
+            b'{"error": {"message": "m", "type": "BadRequestError", "param": "max_tokens"}}',
+            "status 400, BadRequestError, param max_tokens",
+        ),
+        (
+            b'{"object": "error", "message": "m", "type": "NotFoundError", "code": "gone"}',
+            "status 400, NotFoundError, code gone",
+        ),
+        (
+            b'{"error": {"type": "a prompt", "param": "it\'s", "code": "to be, or", "x": "y"}}',
+            "status 400",
+        ),
+        (b'{"error": {"type": ["a"], "param": {"a": 1}, "code": 400}}', "status 400"),
+        (b'{"error": "a prompt"}', "status 400"),
+        (b'["a prompt"]', "status 400"),
+        (b'{"error": {"type": "BadReq', "status 400"),
+        (b"[" * 100_000, "status 400"),
+        (b"\xff", "status 400"),
+        (b"", "status 400"),
+    ],
+)
+def test_of_an_engine_s_error_only_words_for_programs_are_told(body: bytes, said: str) -> None:
+    assert refusal(400, body) == said

@@ -109,12 +109,15 @@ async def _once(
                     await relay.begin(upstream)
                 except EngineGone as gone:
                     raise EngineFailed(engine, "lost", str(gone), sent=True) from gone
-            if upstream.status >= 400:
-                status = str(upstream.status)
-                telemetry.fail(span, f"{engine.engine_id} answered with status {status}", status)
             if upstream.status < 500:
                 tools.engines.trust(engine)
-            return await _rest(turn, tools, relay, engine, upstream)
+            response = await _rest(turn, tools, relay, engine, upstream)
+            if upstream.status >= 400:
+                said = errors.refusal(upstream.status, relay.refusal)
+                telemetry.fail(
+                    span, f"{engine.engine_id} answered with {said}", str(upstream.status)
+                )
+            return response
 
 
 async def _rest(

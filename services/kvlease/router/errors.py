@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from aiohttp import web
+
+_WORD = re.compile(r"[A-Za-z_]{1,40}")
+_PARAM = re.compile(r"[a-z][a-z_]{0,39}")
 
 
 @dataclass(slots=True)
@@ -107,3 +111,25 @@ def unavailable(message: str, code: str) -> HttpError:
 def engine_lost(message: str) -> HttpError:
     """A decode engine went away in the middle of its answer."""
     return HttpError(502, message, "engine_lost", kind="server_error")
+
+
+def refusal(status: int, body: bytes) -> str:
+    """What an engine's answer with a client error says is wrong, for traces and logs: the
+    status, and the ``type``, ``param`` and ``code`` of an error in OpenAI's shape (or in
+    vLLM's older one), where they are plain words. Not its message: vLLM's quote the
+    request, and so the prompt."""
+    try:
+        answer = json.loads(body)
+    except (ValueError, RecursionError):
+        answer = None
+    error = answer.get("error", answer) if isinstance(answer, dict) else None
+    said = [f"status {status}"]
+    if isinstance(error, dict):
+        kind, param, code = (error.get(name) for name in ("type", "param", "code"))
+        if isinstance(kind, str) and _WORD.fullmatch(kind):
+            said.append(kind)
+        if isinstance(param, str) and _PARAM.fullmatch(param):
+            said.append(f"param {param}")
+        if isinstance(code, str) and _WORD.fullmatch(code):
+            said.append(f"code {code}")
+    return ", ".join(said)

@@ -14,7 +14,7 @@ import aiohttp
 from opentelemetry.trace import Span
 
 from kvlease import telemetry
-from kvlease.router import handoff, rules
+from kvlease.router import errors, handoff, rules
 from kvlease.router.ask import to_json
 from kvlease.router.handoff import Handoff
 from kvlease.router.rules import Choice
@@ -37,7 +37,7 @@ class Refused(Exception):
     content_type: str
 
     def __str__(self) -> str:
-        return f"answered with status {self.status}"
+        return f"answered with {errors.refusal(self.status, self.body)}"
 
 
 async def prefill(turn: Turn, tools: Tools) -> Prefilled:

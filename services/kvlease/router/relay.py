@@ -15,6 +15,9 @@ from kvlease.router.errors import HttpError
 
 _EVENT_STREAM = "text/event-stream"
 
+_REFUSAL_BYTES = 2**16
+"""Of an engine's client error so much is read here too, to say what was wrong."""
+
 
 class ClientGone(Exception):
     """The client has closed its connection."""
@@ -45,6 +48,9 @@ class Relay:
         self._first_content = first_content
         self._stream = False
         self._clean_end = True
+        self._refused = False
+        self.refusal = b""
+        """The body of an engine's answer with a client error, as far as it has come."""
         self.response: web.StreamResponse | None = None
         self.content_began = False
 
@@ -60,6 +66,7 @@ class Relay:
             # The client has the head of a stream already.
             raise EngineGone(f"answered with status {upstream.status}, not with a stream")
         self._stream = stream
+        self._refused = 400 <= upstream.status < 500
         while not self.content_began:
             chunk = await upstream.content.readany()
             if not chunk:
@@ -91,6 +98,8 @@ class Relay:
             if not following:
                 break
             chunk = following
+            if self._refused:
+                self._note(chunk)
             try:
                 await write(chunk)
             except ConnectionError as error:
@@ -130,10 +139,15 @@ class Relay:
     async def _write(self, chunk: bytes) -> None:
         assert self.response is not None
         self._clean_end = chunk.endswith(b"\n\n")
+        if self._refused:
+            self._note(chunk)
         try:
             await self.response.write(chunk)
         except ConnectionError as error:
             raise ClientGone from error
+
+    def _note(self, chunk: bytes) -> None:
+        self.refusal += chunk[: _REFUSAL_BYTES - len(self.refusal)]
 
     async def _end(self) -> None:
         assert self.response is not None

@@ -279,6 +279,8 @@ class _Answer:
         self.status = 0
         self.error = ""
         self._error_type = ""
+        self._loggable = ""
+        """The error, without what is quoted from the request: that is the client's."""
         self._reused_tokens = 0
 
     @property
@@ -300,8 +302,7 @@ class _Answer:
             reused_tokens=self._reused_tokens,
             ttft_s=None if ttft_s is None else round(ttft_s, 4),
             error_type=self._error_type,
-            # What is wrong with a request is told in its own words, which are the client's.
-            error=self.error if self.end == "failed" else "",
+            error=self._loggable,
         )
 
     def handed_over(self, reused_tokens: int) -> None:
@@ -329,13 +330,15 @@ class _Answer:
         self.status = response.status
         self.end = _end(response.status)
         if response.status >= 400:
-            self.error = f"the decode engine answered with status {response.status}"
+            body = self.relay.refusal if self.relay else b""
+            said = errors.refusal(response.status, body)
+            self.error = self._loggable = f"the decode engine answered with {said}"
             self._error_type = str(response.status)
 
     def refuse(self, refused: Refused) -> web.Response:
         """The prefill engine's own words."""
         self.status, self.end = refused.status, _end(refused.status)
-        self.error = f"the prefill engine answered with status {refused.status}"
+        self.error = self._loggable = f"the prefill engine {refused}"
         self._error_type = str(refused.status)
         headers = self.headers(refused.status)
         response = web.Response(status=refused.status, body=refused.body, headers=headers)
@@ -346,6 +349,10 @@ class _Answer:
         """The router's own words, or the end of an answer that has begun."""
         self.status, self.end, self.error = error.status, _end(error.status), error.message
         self._error_type = error.code
+        if self.end == "failed":
+            self._loggable = error.message
+        elif error.param:
+            self._loggable = f"param {error.param}"
         if self.relay is None or self.relay.response is None:
             return error.response(self.headers(error.status))
         self.status = self.relay.response.status
