@@ -222,7 +222,7 @@ async def test_only_what_matters_is_read_out(stack: Stack, page: Page) -> None:
     request = registry_pb2.DrainRequest(role=registry_pb2.ENGINE_ROLE_DECODE, engine_id="decode-0")
     await registry_pb2_grpc.RegistryStub(stack.registry_channel).Drain(request, timeout=5)
     await expect(page.get_by_role("status")).to_have_text("decode-0 is draining")
-    await expect(page.get_by_role("alert")).to_contain_text("No decode engine")
+    await expect(page.get_by_role("alert")).to_contain_text("are draining (decode-0)")
 
 
 async def test_it_can_be_stopped(stack: Stack, page: Page) -> None:
@@ -259,6 +259,34 @@ async def test_it_says_when_the_router_has_gone_and_goes_on_when_it_is_back(
     await stack.start("router")
     await expect(page.get_by_role("alert")).to_be_hidden(timeout=10_000)
     await expect(row(page, "decode-0")).to_be_visible()
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        (lease_pb2.TURN_END_CLIENT_ERROR, "the request was refused"),
+        (lease_pb2.TURN_END_FAILED, "the turn failed"),
+        (lease_pb2.TURN_END_DISCONNECTED, "the client went away"),
+        (lease_pb2.TURN_END_OK, "the answer was empty"),
+    ],
+)
+async def test_a_turn_without_a_first_token_is_told_as_what_it_was(
+    stack: Stack, page: Page, end: lease_pb2.TurnEnd.ValueType, words: str
+) -> None:
+    none = turn(1, outcome=common_pb2.OUTCOME_UNSPECIFIED, end=end)
+    none.ClearField("ttft")
+    await record(stack, ["books-1"], none)
+
+    await expect(row(page, "books-1")).to_contain_text(words)
+    await expect(row(page, "books-1")).not_to_contain_text("no answer yet")
+
+
+async def test_a_problem_is_told_by_the_rule_that_turns_go_by(stack: Stack, page: Page) -> None:
+    await expect(row(page, "decode-0")).to_contain_text("serving")
+    await stack.engines["decode-0"].kill()
+
+    await expect(page.get_by_role("alert")).to_contain_text("accepted by decode-0")
+    await expect(row(page, "decode-0")).to_contain_text("suspect")
 
 
 # Without a browser

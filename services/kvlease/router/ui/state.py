@@ -56,6 +56,10 @@ def _outcome(turn: TurnRecord) -> str:
     """What became of its blocks, or, if that was never decided, how it ended."""
     if turn.outcome != common_pb2.OUTCOME_UNSPECIFIED:
         return outcomes.word(turn.outcome)
+    return _end(turn)
+
+
+def _end(turn: TurnRecord) -> str:
     return lease_pb2.TurnEnd.Name(turn.end).removeprefix("TURN_END_").lower()
 
 
@@ -65,7 +69,8 @@ def _why(turn: TurnRecord) -> str:
 
 def _ttft(turn: TurnRecord) -> dict[str, Any]:
     seconds = times.seconds(turn.ttft) if turn.HasField("ttft") else None
-    return {"turn": turn.turn, "s": seconds, "hit": turn.outcome == common_pb2.OUTCOME_HIT}
+    hit = turn.outcome == common_pb2.OUTCOME_HIT
+    return {"turn": turn.turn, "s": seconds, "hit": hit, "end": _end(turn)}
 
 
 def _lease(lease: Lease, now: float) -> dict[str, Any]:

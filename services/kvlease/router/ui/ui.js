@@ -71,10 +71,18 @@ function holder(lease) {
   return [lease.holder, element("small", facts.join(", "))];
 }
 
+// Of a conversation none of whose turns had a first token: why the last one had none.
+const NO_ANSWER = {
+  ok: "no first token: the answer was empty",
+  client_error: "no first token: the request was refused",
+  failed: "no first token: the turn failed",
+  disconnected: "no first token: the client went away",
+};
+
 // A bar a turn, full for a hit and hollow for a miss.
 function sparkline(turns) {
   const known = turns.filter((turn) => turn.s !== null);
-  if (!known.length) return ["no answer yet"];
+  if (!known.length) return [NO_ANSWER[turns.at(-1)?.end] ?? "no answer yet"];
   const space = "http://www.w3.org/2000/svg";
   const svg = document.createElementNS(space, "svg");
   const longest = Math.max(...known.map((turn) => turn.s));
