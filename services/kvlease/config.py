@@ -227,6 +227,11 @@ class Settings(BaseModel):
     def _addresses(cls, value: str, info: ValidationInfo) -> str:
         several = info.field_name in _ENDPOINTS
         for part in value.split(",") if several else [value]:
+            if "/" in part:
+                raise ValueError(
+                    "write host:port without a scheme or a path, as in "
+                    f"{cls.model_fields[info.field_name or ''].default or '127.0.0.1:9100'}"
+                )
             host, _, port = part.strip().rpartition(":")
             if value and not (host and port.isascii() and port.isdigit() and int(port) < 2**16):
                 raise ValueError(f"{part.strip()!r} is not host:port with a port up to 65535")
