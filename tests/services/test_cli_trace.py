@@ -362,6 +362,52 @@ def test_jaeger_is_asked_as_its_search_wants_it_and_understood() -> None:
     assert claim.endswith("50.0 ms  failed: no answer in time, miss_timeout")
 
 
+def test_what_is_unknown_of_a_turn_is_left_out() -> None:
+    answer = jaeger_turn(1706678909.0)
+    answer["data"][0]["spans"][0]["tags"] = [
+        {"key": "http.response.status_code", "type": "int64", "value": 400}
+    ]
+    with standing_in((200, answer)) as jaeger:
+        text = shown("last", "--jaeger", jaeger.url)
+
+    assert text.splitlines()[:2] == [
+        "a turn: status 400",
+        "2024-01-31 05:28:27 UTC; trace 83a9efd15c1c98a977e0711cc93ee28b",
+    ]
+
+
+def test_a_long_failure_of_several_spans_is_said_once() -> None:
+    why = "no decode engine of the model qwen takes turns at present"
+    failed = [
+        {"key": "error", "type": "bool", "value": True},
+        {"key": "otel.status_description", "type": "string", "value": why},
+    ]
+    answer = jaeger_turn(1706678909.0, {**CLAIM, "tags": failed})
+    answer["data"][0]["spans"][0]["tags"] += failed
+    with standing_in((200, answer)) as jaeger:
+        text = shown("books-42", "--jaeger", jaeger.url)
+
+    assert text.count(why) == 1
+    assert text.count("failed: as above") == 2
+
+
+def test_a_trace_without_its_turn_says_so() -> None:
+    answer = jaeger_turn(1706678909.0, {**CLAIM})
+    del answer["data"][0]["spans"][0]
+    with standing_in((200, answer)) as jaeger:
+        text = shown("83a9efd15c1c98a977e0711cc93ee28b", "--jaeger", jaeger.url)
+
+    first, blank, bar = text.splitlines()
+    assert first == "the turn's own span is missing: its router died, or the turn still runs"
+    assert blank == ""
+    assert bar.startswith("lease.claim")
+
+
+def test_what_is_asked_for_does_not_steer_the_terminal(made: Made) -> None:
+    message = refused("no\x1b[31m\nbody", "--dir", str(made.directory))
+    assert r"no\x1b[31m\nbody" in message
+
+
 def test_an_id_that_is_no_trace_is_looked_for_among_conversations() -> None:
     name = "b" * 32
     with standing_in((404, NOT_FOUND), (200, {**NOT_FOUND, "data": [], "errors": None})) as jaeger:

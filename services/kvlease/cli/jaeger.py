@@ -18,6 +18,7 @@ from typing import Any
 import click
 
 from kvlease import direct
+from kvlease.cli.text import clean
 
 ROUTER = "kvlease-router"
 """The service whose ``turn`` spans are turns."""
@@ -117,7 +118,7 @@ class Jaeger:
             raise self._failure(error) from None
         if error.code == 404:
             return []
-        raise click.ClickException(f"Jaeger at {self.url} refuses: {message}")
+        raise click.ClickException(f"Jaeger at {self.url} refuses: {clean(message)}")
 
     def _failure(self, error: Exception) -> click.ClickException:
         if isinstance(error, urllib.error.HTTPError):

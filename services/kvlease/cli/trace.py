@@ -14,8 +14,9 @@ from pathlib import Path
 import click
 
 from kvlease import config
-from kvlease.cli import records, tables
+from kvlease.cli import records
 from kvlease.cli.jaeger import Jaeger, Span, Trace
+from kvlease.cli.text import clean
 from kvlease.cli.up import DEFAULT_DIRECTORY
 from kvlease.cli.waterfall import Bar, render
 from kvlease.config import ConfigError
@@ -27,6 +28,8 @@ SETTLED_S = 2.5
 
 _LATEST = 50
 """Turns of a conversation that are looked at."""
+
+_STATUS = "http.response.status_code"
 
 _TRACE_ID = re.compile(r"[0-9a-f]{32}")
 
@@ -162,8 +165,8 @@ def _of_conversation(jaeger: Jaeger, conversation: str, tags: Mapping[str, str])
     if len(owners) > 1:
         names = "; ".join(f"tenant {tenant}, model {model}" for tenant, model in owners)
         raise click.ClickException(
-            f"there are {len(owners)} conversations {conversation}: {names}. Name one with "
-            "--tenant and --model"
+            clean(f"there are {len(owners)} conversations {conversation}: {names}")
+            + ". Name one with --tenant and --model"
         )
     turn, found = max(turns, key=lambda pair: pair[0].start)
     return found.under(turn)
@@ -177,8 +180,8 @@ def _nothing(jaeger: Jaeger, what: str, tags: Mapping[str, str]) -> str:
     else:
         said = f"there is no turn of a conversation {what}"
     return (
-        f"{said} at {jaeger.url}: it may be older than what is kept there, still be running, or "
-        "belong to another tenant or model"
+        f"{clean(said)} at {jaeger.url}: it may be older than what is kept there, still be "
+        "running, or belong to another tenant or model"
     )
 
 
@@ -209,8 +212,10 @@ def _bar_width() -> int:
 
 def show(found: Trace, width: int = 44) -> str:
     """Its turns, each in a few lines, and the waterfall of all its spans."""
-    heads = [_head(turn) for turn in found.turns]
-    bars = render((_bar(span) for span in found.spans), width)
+    heads = [_head(turn) for turn in found.turns] or [
+        "the turn's own span is missing: its router died, or the turn still runs"
+    ]
+    bars = render((_bar(span) for span in found.spans), width, told="\n".join(heads))
     return "\n\n".join([*heads, bars])
 
 
@@ -220,10 +225,14 @@ def _head(turn: Span) -> str:
 
 def _what(turn: Span) -> str:
     conversation = _text(turn, "kvlease.conversation")
-    name = f"turn {_text(turn, 'kvlease.turn')} of {conversation}" if conversation else "a turn"
-    outcome = _text(turn, "kvlease.outcome") or "no outcome"
+    number = _text(turn, "kvlease.turn")
+    name = f"turn {number}" if number else "a turn"
+    if conversation:
+        name += f" of {conversation}"
+    status = _text(turn, _STATUS)
+    outcome = _text(turn, "kvlease.outcome") or (f"status {status}" if status else "no outcome")
     detail = _text(turn, "kvlease.detail")
-    return tables.clean(f"{name}: {outcome}" + (f" ({detail})" if detail else ""))
+    return clean(f"{name}: {outcome}" + (f" ({detail})" if detail else ""))
 
 
 def _how(turn: Span) -> str:
@@ -238,11 +247,11 @@ def _how(turn: Span) -> str:
         )
     if "kvlease.ttft_s" in tags:
         parts.append(f"first token after {1000 * tags['kvlease.ttft_s']:,.1f} ms")
-    if "http.response.status_code" in tags:
-        parts.append(f"status {tags['http.response.status_code']}")
+    if _STATUS in tags and "kvlease.outcome" in tags:  # else it stands in the first line
+        parts.append(f"status {tags[_STATUS]}")
     if turn.failure:
         parts.append(f"failed: {turn.failure}")
-    return tables.clean("; ".join(parts))
+    return clean("; ".join(parts))
 
 
 def _where(turn: Span) -> str:
@@ -251,14 +260,16 @@ def _where(turn: Span) -> str:
         for half in ("prefill", "decode")
         if (engine := _text(turn, f"kvlease.{half}.engine_id"))
     ]
+    tenant, model = _text(turn, "kvlease.tenant"), _text(turn, "gen_ai.request.model")
+    owner = [*([f"tenant {tenant}"] if tenant else []), *([f"model {model}"] if model else [])]
     started = datetime.fromtimestamp(turn.start, UTC)
     parts = [
         *([" to ".join(engines)] if engines else []),
-        f"tenant {_text(turn, 'kvlease.tenant')}, model {_text(turn, 'gen_ai.request.model')}",
+        *([", ".join(owner)] if owner else []),
         f"{started:%Y-%m-%d %H:%M:%S} UTC",
         f"trace {turn.trace_id}",
     ]
-    return tables.clean("; ".join(parts))
+    return clean("; ".join(parts))
 
 
 def _after(turn: Span) -> str:
@@ -267,10 +278,10 @@ def _after(turn: Span) -> str:
 
 
 def _bar(span: Span) -> Bar:
-    return Bar(span.name, span.span_id, span.parent_id, span.start, span.end, _note(span))
+    return Bar(span.name, span.span_id, span.parent_id, span.start, span.end, _notes(span))
 
 
-def _note(span: Span) -> str:
+def _notes(span: Span) -> tuple[str, ...]:
     """Its failure, and the attributes that matter most."""
     failure: Sequence[str] = [f"failed: {span.failure}"] if span.failure else []
     known = [
@@ -278,7 +289,7 @@ def _note(span: Span) -> str:
         for name, words in _NOTES.get(span.name, {}).items()
         if span.tags.get(name) not in (None, "", 0)
     ]
-    return tables.clean(", ".join([*failure, *known]))
+    return tuple(map(clean, [*failure, *known]))
 
 
 def _value(value: object) -> str:

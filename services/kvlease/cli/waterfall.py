@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 BAR_WIDTH = 44
 
+_LONG = 40
+"""Characters of a note from which on it is said once only."""
+
 
 @dataclass(frozen=True, slots=True)
 class Bar:
@@ -17,15 +20,16 @@ class Bar:
     parent_id: str
     start: float
     end: float
-    note: str = ""
+    notes: tuple[str, ...] = ()
     """What to say of it, behind its bar."""
     children: list[Bar] = field(default_factory=list, compare=False)
 
 
-def render(bars: Iterable[Bar], width: int = BAR_WIDTH) -> str:
+def render(bars: Iterable[Bar], width: int = BAR_WIDTH, told: str = "") -> str:
     """The tree of spans, one line each: name, bar, milliseconds, note. Children are
     ordered by their start; a span whose parent is not among them is a root. ``width``: of
-    the longest bar."""
+    the longest bar. A long note whose text stands in an earlier line already, or in ``told``,
+    is not said again."""
     roots = _tree(bars)
     if not roots:
         return ""
@@ -33,11 +37,20 @@ def render(bars: Iterable[Bar], width: int = BAR_WIDTH) -> str:
     last = max(bar.end for bar in _walk(roots))
     rows = [row for root in roots for row in _rows(root, "", "")]
     label_width = max(len(label) for label, _ in rows)
-    return "\n".join(
-        f"{label:<{label_width}}  {_bar(bar, first, last, width)} "
-        f"{1000 * (bar.end - bar.start):8.1f} ms" + (f"  {bar.note}" if bar.note else "")
-        for label, bar in rows
-    )
+    lines = []
+    for label, bar in rows:
+        note = ", ".join(_once(note, told) for note in bar.notes)
+        told += "\n" + note
+        lines.append(
+            f"{label:<{label_width}}  {_bar(bar, first, last, width)} "
+            f"{1000 * (bar.end - bar.start):8.1f} ms" + (f"  {note}" if note else "")
+        )
+    return "\n".join(lines)
+
+
+def _once(note: str, told: str) -> str:
+    what, separator, text = note.rpartition("failed: ")
+    return f"{what}{separator}as above" if len(text) >= _LONG and text in told else note
 
 
 def _tree(bars: Iterable[Bar]) -> list[Bar]:
