@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator
+import ssl
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 from router_stack import Stack, running_pair
-from sim_engine import Status
+from sim_engine import Slow, Status
 
+from kvlease.ca import Authority
 from kvlease.cli.main import cli
 from kvlease.config import ConfigError
 
@@ -86,7 +91,8 @@ async def test_with_several_models_one_is_named(stack: Stack) -> None:
     assert unnamed.exit_code == 1
     assert "--model; those served are: other, sim" in unnamed.stderr
     assert unknown.exit_code == 1
-    assert "404" in unknown.stderr
+    assert "the router answered 404: The model" in unknown.stderr
+    assert "{" not in unknown.stderr
     assert named.exit_code == 0, named.stderr
 
 
@@ -96,7 +102,103 @@ async def test_an_error_is_a_sentence(stack: Stack) -> None:
     result = await talk("--url", stack.url)
 
     assert result.exit_code == 1
-    assert f"{stack.url}: the router answered 400:" in result.stderr
+    assert result.stderr == f"Error: {stack.url}: the router answered 400: simulated\n"
+
+
+async def test_turns_before_a_failed_one_are_shown(stack: Stack) -> None:
+    reports_a_hit(stack)
+    stack.engines["decode-0"].faults += [Slow(), Status(400)]
+    table = await talk("--url", stack.url)
+    stack.engines["decode-0"].faults += [Slow(), Status(400)]
+    as_json = await talk("--url", stack.url, "--json")
+
+    assert (table.exit_code, as_json.exit_code) == (1, 1)
+    assert "640" in table.stdout
+    assert [turn["turn"] for turn in printed(as_json)["turns"]] == [1]
+    said = f"turn 2 failed: {stack.url}: the router answered 400: simulated"
+    assert said in table.stderr
+    assert said in as_json.stderr
+
+
+@contextmanager
+def answering(status: int, body: str) -> Iterator[str]:
+    """The URL of a server that answers everything so."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        do_POST = do_GET
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+PAGE = "<html><head><title>503 Service Unavailable</title></head></html>"
+
+
+@pytest.mark.parametrize("more", [[], ["--model", "m"]])
+@pytest.mark.parametrize(
+    ("status", "body", "said"),
+    [
+        (404, "404: Not Found", "what answers there is not a router: it has no /v1/"),
+        (503, PAGE, "what answers there sent status 503 and no error of a router: it may be a"),
+        (400, '{"error": {"message": "too long\\u001b[2J"}}', r"answered 400: too long\x1b[2J"),
+        (200, PAGE, "what answers there is not a router"),
+    ],
+)
+async def test_an_answer_that_is_no_router_s_is_a_sentence(
+    status: int, body: str, said: str, more: list[str]
+) -> None:
+    with answering(status, body) as url:
+        result = await talk("--url", url, *more)
+    if not (status == 200 and more):
+        assert said in result.stderr
+    assert result.exit_code == 1
+    assert result.stderr.count("\n") == 1
+    assert "<" not in result.stderr
+    assert "{" not in result.stderr
+
+
+@pytest.mark.parametrize("more", [[], ["--model", "sim"]])
+async def test_the_wrong_protocol_is_told_with_the_right_one(
+    stack: Stack, more: list[str], tmp_path: Path
+) -> None:
+    pair = Authority(tmp_path).issue("router", ["127.0.0.1"])
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(pair.cert, pair.key)
+    secure = await asyncio.start_server(
+        lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=context
+    )
+    port = secure.sockets[0].getsockname()[1]
+    async with secure:
+        plain_to_tls = await talk("--url", f"http://127.0.0.1:{port}", *more)
+        unknown_ca = await talk("--url", f"https://127.0.0.1:{port}", *more)
+    tls_to_plain = await talk("--url", stack.url.replace("http://", "https://"), *more)
+    grpc = await talk("--url", f"http://{stack.lease.addresses['lease']}", *more)
+
+    assert "what answers there takes TLS: write https://" in plain_to_tls.stderr
+    assert "name the CA that signed it with SSL_CERT_FILE" in unknown_ca.stderr
+    assert "does not speak TLS: write http://" in tls_to_plain.stderr
+    assert "what answers there does not speak HTTP (a gRPC port?)" in grpc.stderr
+    assert "7480" in grpc.stderr
+    for result in (plain_to_tls, unknown_ca, tls_to_plain, grpc):
+        assert result.exit_code == 1
+        assert result.stderr.strip().isprintable()
 
 
 async def test_a_router_that_asks_for_keys_gets_one(tmp_path: Path) -> None:

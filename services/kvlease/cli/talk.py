@@ -15,12 +15,15 @@ from rich.table import Table
 
 from kvlease import config
 from kvlease.cli import records, tables
-from kvlease.cli.chat import Message, TurnFailed, ask, connect, words
+from kvlease.cli.chat import Message, NobodyThere, TurnFailed, ask, connect, send, words
+from kvlease.cli.text import clean
 from kvlease.cli.up import DEFAULT_DIRECTORY
 from kvlease.config import ConfigError
+from kvlease.prefix import TARGET_CHUNK_TOKENS
 
 _LATER_CHARS = 300
 _ANSWER_TOKENS = 24
+_SHORT_TOKENS = 2 * TARGET_CHUNK_TOKENS
 
 _EXAMPLES = """\b
 Examples:
@@ -91,21 +94,32 @@ def talk(
     base_url = _checked(url) if url else _router(directory)
     conversation = f"talk-{time.time_ns():x}"
     found: list[Turn] = []
+    failure = ""
     try:
         model = model or _only_model(base_url, api_key)
         for turn in _converse(base_url, model, conversation, turns, size, api_key):
             found.append(turn)
             if not as_json:
-                click.echo(f"talk: turn {turn.turn}: {turn.outcome}, {turn.ttft_s:.2f} s", err=True)
+                outcome = clean(turn.outcome)
+                click.echo(f"talk: turn {turn.turn}: {outcome}, {turn.ttft_s:.2f} s", err=True)
+    except NobodyThere as error:
+        failure = (
+            f"{base_url}: {error}: start one (`kvlease up`, `docker compose up`), or name its "
+            "address with --url or --dir"
+        )
     except TurnFailed as error:
-        raise click.ClickException(f"{base_url}: {error}") from None
+        failure = f"{base_url}: {error}"
+    if failure and not found:
+        raise click.ClickException(failure)
     if as_json:
         told = {"conversation_id": conversation, "model": model, "turns": list(map(asdict, found))}
         click.echo(json.dumps(told, indent=2))
     else:
         tables.new_console().print(_table(conversation, found))
+    if failure:
+        raise click.ClickException(f"turn {len(found) + 1} failed: {failure}")
     if not any(turn.outcome == "hit" for turn in found[1:]):
-        raise click.ClickException(_no_hit(found))
+        raise click.ClickException(no_hit(found))
 
 
 def _router(directory: Path | None) -> str:
@@ -132,24 +146,16 @@ def _only_model(base_url: str, api_key: str) -> str:
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     connection = connect(base_url)
     try:
-        connection.request("GET", "/v1/models", headers=headers)
-        response = connection.getresponse()
-        body = response.read()
-        if response.status != 200:
-            text = body[:500].decode(errors="replace")
-            raise TurnFailed(f"the router answered {response.status}: {text}")
-        names = sorted({str(each["id"]) for each in json.loads(body)["data"]})
+        _, response = send(base_url, connection, "GET", "/v1/models", None, headers)
+        names = sorted({str(each["id"]) for each in json.loads(response.read())["data"]})
     except (OSError, http.client.HTTPException) as error:
-        raise TurnFailed(
-            f"no router answers ({error or type(error).__name__}): start one (`kvlease up`, "
-            "`docker compose up`), or name its address with --url or --dir"
-        ) from None
+        raise TurnFailed(f"the answer broke off: {error or type(error).__name__}") from None
     except (ValueError, KeyError, TypeError):
         raise TurnFailed("what answers there is not a router: /v1/models lists no models") from None
     finally:
         connection.close()
     if len(names) != 1:
-        served = ", ".join(names) or "none"
+        served = clean(", ".join(names)) or "none"
         raise TurnFailed(f"name the model with --model; those served are: {served}")
     return names[0]
 
@@ -195,18 +201,26 @@ def _table(conversation: str, turns: Sequence[Turn]) -> Table:
             str(turn.turn),
             f"{turn.prompt_tokens:,}",
             f"{turn.reused_tokens:,}",
-            turn.outcome or "none",
+            clean(turn.outcome) or "none",
             f"{turn.ttft_s:.2f} s",
-            turn.trace_id,
+            clean(turn.trace_id),
         )
     return table
 
 
-def _no_hit(turns: Sequence[Turn]) -> str:
+def no_hit(turns: Sequence[Turn]) -> str:
+    """What became of the turns after the first, and what to look at or to change."""
     outcomes = sorted({turn.outcome for turn in turns[1:]})
     if outcomes == [""]:
         return "the answers say nothing of reuse: is this kvlease's router, or an engine?"
-    return (
+    told = (
         f"no turn was a hit, but {', '.join(outcomes)}: the README says what that means, and "
         f"`kvlease trace {turns[-1].trace_id}` what the last turn did"
     )
+    short = turns[-2].prompt_tokens < _SHORT_TOKENS
+    if "miss_short" in outcomes or ("miss_prefix" in outcomes and short):
+        told += (
+            ". The conversation may be too short to be worth reading (no less than a chunk of "
+            f"{TARGET_CHUNK_TOKENS} tokens is read): try a larger --size"
+        )
+    return clean(told)
