@@ -14,6 +14,7 @@ from rich.table import Table
 from kvlease.cli import services, tables
 from kvlease.cli.main import cli, main
 from kvlease.cli.settings import all_settings, as_markdown
+from kvlease.cli.text import clean
 from kvlease.config import Settings
 from kvlease.v1 import registry_pb2
 
@@ -113,6 +114,55 @@ def test_json_has_numbers_as_numbers_and_every_field() -> None:
     assert list(value)[:2] == ["engine_id", "role"]
 
 
+class Failed(grpc.RpcError, grpc.Call):  # type: ignore[misc]  # grpc has no types
+    """A call that has ended."""
+
+    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+        self._ended = code, details
+
+    def code(self) -> grpc.StatusCode:
+        return self._ended[0]
+
+    def details(self) -> str:
+        return self._ended[1]
+
+    def trailing_metadata(self) -> tuple[()]:
+        return ()
+
+
+@pytest.mark.parametrize(
+    ("code", "details", "said"),
+    [
+        (grpc.StatusCode.UNIMPLEMENTED, "Method not found!", "is not the registry"),
+        (
+            grpc.StatusCode.UNIMPLEMENTED,
+            "Received http2 header with status: 404",
+            "is not the registry",
+        ),
+        (
+            grpc.StatusCode.PERMISSION_DENIED,
+            "Received http2 header with status: 403",
+            "is not the registry",
+        ),
+        (grpc.StatusCode.UNAVAILABLE, "Received http2 header with status: 503", "no registry"),
+        (
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "there is no 'a\x1b[2J'",
+            r"refuses: there is no 'a\x1b",
+        ),
+    ],
+)
+def test_what_is_another_server_is_told_from_one_that_is_down(
+    code: grpc.StatusCode, details: str, said: str
+) -> None:
+    service = services.Addresses("127.0.0.1:1", "127.0.0.1:2").registry_service
+    sentence = service.sentence(Failed(code, details))
+    assert said in sentence
+    assert ("--set registry_endpoint=HOST:PORT (its default port is 7401)" in sentence) == (
+        said == "is not the registry"
+    )
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
@@ -134,8 +184,8 @@ def test_one_thing_is_not_called_many() -> None:
 
 
 def test_a_conversation_id_cannot_steer_the_terminal() -> None:
-    assert tables.clean("a\x1b[2J\nb") == "a\\x1b[2J\\nb"
-    assert tables.clean("Grüße 漢字") == "Grüße 漢字"
+    assert clean("a\x1b[2J\nb") == "a\\x1b[2J\\nb"
+    assert clean("Grüße 漢字") == "Grüße 漢字"
 
 
 def test_config_errors_of_stacks_name_what_to_do(
@@ -181,7 +231,12 @@ def test_a_watch_shows_what_it_knew_and_the_problem_during_an_outage(
 
     with pytest.raises(KeyboardInterrupt):
         tables.show(
-            fetch, table, as_json=False, watch=True, sentence=lambda _: "no registry answers"
+            fetch,
+            table,
+            as_json=False,
+            watch=True,
+            sentence=lambda _: "no registry answers",
+            nothing=str,
         )
     shown = capsys.readouterr().out
     assert "decode-0" in shown

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import time
+from collections.abc import Sequence
 
 import click
 from rich.table import Table
 
 from kvlease.cli import services, tables
+from kvlease.cli.text import clean
 from kvlease.v1 import registry_pb2, registry_pb2_grpc
 
 _ENGINES_EXAMPLES = """\b
@@ -32,16 +33,16 @@ Examples:
 @services.options
 def engines(addresses: services.Addresses, model: str, as_json: bool, watch: bool) -> None:
     """Shows the registered engines and their KV blocks: in all, kept for leases, free."""
-    with services.connection("registry", addresses.registry, addresses.tls) as channel:
+    registry = addresses.registry_service
+    with registry.connection() as channel:
         stub = registry_pb2_grpc.RegistryStub(channel)
         tables.show(
             lambda: list_engines(stub, model),
             _table,
             as_json=as_json,
             watch=watch,
-            sentence=functools.partial(
-                services.sentence, "registry", addresses.registry, addresses.tls
-            ),
+            sentence=registry.sentence,
+            nothing=lambda: unknown_model(list_engines(stub), model),
         )
 
 
@@ -62,6 +63,32 @@ def list_engines(
             return found
 
 
+def registered(addresses: services.Addresses) -> list[registry_pb2.Engine]:
+    """All engines; none where the registry does not answer."""
+    try:
+        with addresses.registry_service.connection() as channel:
+            return list_engines(registry_pb2_grpc.RegistryStub(channel))
+    except click.ClickException:
+        return []
+
+
+def unknown_model(everyone: Sequence[registry_pb2.Engine], model: str) -> str:
+    """If there are engines and none serves ``model``: a sentence with those that are served."""
+    known = {name for engine in everyone for name in (engine.model, *engine.other_models)}
+    return _unknown("no engine serves the model", model, known)
+
+
+def unknown_engine(everyone: Sequence[registry_pb2.Engine], engine_id: str) -> str:
+    """If there are engines and none is called so: a sentence with those that there are."""
+    return _unknown("there is no engine", engine_id, {engine.engine_id for engine in everyone})
+
+
+def _unknown(what: str, name: str, known: set[str]) -> str:
+    if not name or not known or name in known:
+        return ""
+    return clean(f"{what} {name!r}; there are: {', '.join(sorted(known))}")
+
+
 def _table(found: list[registry_pb2.Engine]) -> Table:
     table = tables.new(
         *("engine", "role", "state", "model", "HTTP"),
@@ -78,11 +105,11 @@ def _table(found: list[registry_pb2.Engine]) -> Table:
             else ["-"] * 4
         )
         table.add_row(
-            engine.engine_id,
+            clean(engine.engine_id),
             role_word(engine.role),
             registry_pb2.EngineState.Name(engine.state).removeprefix("ENGINE_STATE_").lower(),
-            "\n".join([engine.model, *engine.other_models]),
-            engine.http_address,
+            "\n".join(map(clean, [engine.model, *engine.other_models])),
+            clean(engine.http_address),
             *map(str, blocks),
             tables.ago(engine.register_time, now_s),
             engine.incarnation[:8],
@@ -104,7 +131,7 @@ def role_word(role: registry_pb2.EngineRole.ValueType) -> str:
 def drain(addresses: services.Addresses, engine_id: str, role: str | None) -> None:
     """Takes ENGINE out of routing: it gets no new turns, its leases are not claimed any
     more, and what runs on it ends normally."""
-    with services.connection("registry", addresses.registry, addresses.tls) as channel:
+    with addresses.registry_service.connection() as channel:
         stub = registry_pb2_grpc.RegistryStub(channel)
         everyone = list_engines(stub)
         found = [
@@ -113,7 +140,7 @@ def drain(addresses: services.Addresses, engine_id: str, role: str | None) -> No
             if engine.engine_id == engine_id and role in (None, role_word(engine.role))
         ]
         if not found:
-            names = ", ".join(engine.engine_id for engine in everyone) or "none"
+            names = clean(", ".join(engine.engine_id for engine in everyone)) or "none"
             raise click.ClickException(f"there is no engine {engine_id!r}; there are: {names}")
         if len(found) > 1:
             raise click.ClickException(
@@ -123,4 +150,4 @@ def drain(addresses: services.Addresses, engine_id: str, role: str | None) -> No
             registry_pb2.DrainRequest(role=found[0].role, engine_id=engine_id),
             timeout=services.TIMEOUT_S,
         )
-    click.echo(f"drain: {engine_id} gets no new turns")
+    click.echo(f"drain: {clean(engine_id)} gets no new turns")

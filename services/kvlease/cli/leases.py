@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import time
 
 import click
 from rich.table import Table
 
 from kvlease.cli import services, tables
+from kvlease.cli.engines import registered, unknown_engine, unknown_model
+from kvlease.cli.text import clean
 from kvlease.v1 import lease_pb2, lease_pb2_grpc
 
 _LEASES_EXAMPLES = """\b
@@ -37,7 +38,8 @@ def leases(
     """Shows which engine keeps the KV blocks of which conversation, and for how long."""
     if model and not tenant:
         raise click.UsageError("--model needs --tenant (the default one is called: default)")
-    with services.connection("lease service", addresses.lease, addresses.tls) as channel:
+    service = addresses.lease_service
+    with service.connection() as channel:
         stub = lease_pb2_grpc.LeaseServiceStub(channel)
         wanted = lease_pb2.ListLeasesRequest(
             tenant=tenant, model=model, holder_engine_id=engine_id, page_size=1000
@@ -47,10 +49,17 @@ def leases(
             _table,
             as_json=as_json,
             watch=watch,
-            sentence=functools.partial(
-                services.sentence, "lease service", addresses.lease, addresses.tls
-            ),
+            sentence=service.sentence,
+            nothing=lambda: _unknown(addresses, model, engine_id),
         )
+
+
+def _unknown(addresses: services.Addresses, model: str, engine_id: str) -> str:
+    """Whether a name is the reason that there are no leases; empty if not."""
+    if not (model or engine_id):
+        return ""
+    everyone = registered(addresses)
+    return unknown_engine(everyone, engine_id) or unknown_model(everyone, model)
 
 
 def _list_leases(
@@ -77,12 +86,12 @@ def _table(found: list[lease_pb2.Lease]) -> Table:
     for lease in found:
         open_tickets = len(lease.tickets) + sum(len(old.tickets) for old in lease.retiring)
         table.add_row(
-            tables.clean(lease.conversation.conversation_id),
-            tables.clean(lease.conversation.tenant),
-            tables.clean(lease.conversation.model),
+            clean(lease.conversation.conversation_id),
+            clean(lease.conversation.tenant),
+            clean(lease.conversation.model),
             str(lease.turn),
             _state(lease),
-            lease.holder_engine_id,
+            clean(lease.holder_engine_id),
             *map(str, (lease.num_tokens, lease.num_blocks, open_tickets, lease.claim_count)),
             tables.ago(lease.grant_time, now_s),
             tables.until(lease.expire_time, now_s),

@@ -18,6 +18,7 @@ from google.protobuf.message import Message
 
 from kvlease import config, rpc, tls
 from kvlease.cli import records
+from kvlease.cli.text import clean
 from kvlease.tls import Tls
 
 TIMEOUT_S = 5.0
@@ -30,8 +31,65 @@ _WIDE_INTEGERS = {
     FieldDescriptor.TYPE_SFIXED64,
 }
 
+# What gRPC's core says of a server that does not speak HTTP/2, or whose HTTP/2 is not gRPC.
+_NO_GRPC = ("Failed parsing HTTP/2", "http1.x server")
+_HTTP_STATUS = "http2 header with status"
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+
+@dataclass(frozen=True)
+class Service:
+    """One service, as a command asks it."""
+
+    name: str
+    setting: str
+    """The one with its address."""
+    address: str
+    tls: Tls | None
+
+    @contextmanager
+    def connection(self) -> Iterator[grpc.Channel]:
+        """A channel to it. A call that fails inside ends the command with a sentence."""
+        with rpc.channel(self.address, self.tls) as channel:
+            try:
+                yield channel
+            except grpc.RpcError as error:
+                raise click.ClickException(self.sentence(error)) from None
+
+    def sentence(self, error: grpc.RpcError) -> str:
+        """Why a call has failed, and what to do."""
+        if not isinstance(error, grpc.Call):
+            return f"the {self.name} at {self.address} failed: {clean(str(error))}"
+        details = clean(error.details() or error.code().name)
+        if rpc.reason_of(error) == "STORE_UNAVAILABLE":
+            return f"the {self.name} at {self.address} cannot reach its store: {details}"
+        down = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+        why = tls.explain(self.address, self.tls) if down else ""
+        if why:
+            return f"the {self.name} cannot be asked: {why}"
+        if _is_another(error):
+            default = config.Settings.model_fields[self.setting].default.rpartition(":")[2]
+            return (
+                f"what answers at {self.address} is not the {self.name}: name its gRPC address "
+                f"with --set {self.setting}=HOST:PORT (its default port is {default})"
+            )
+        if down:
+            return (
+                f"no {self.name} answers at {self.address}: start it (`kvlease up`, "
+                "`kvlease serve`), or name its address with --dir or --set"
+            )
+        return f"the {self.name} at {self.address} refuses: {details}"
+
+
+def _is_another(error: grpc.Call) -> bool:
+    """Whether some other server has answered: one of HTTP, or of other methods."""
+    details = error.details() or ""
+    if error.code() is grpc.StatusCode.UNAVAILABLE:
+        return any(word in details for word in _NO_GRPC)
+    # (A proxy that lacks its backend is UNAVAILABLE, with a status of HTTP, too.)
+    return error.code() is grpc.StatusCode.UNIMPLEMENTED or _HTTP_STATUS in details
 
 
 @dataclass(frozen=True)
@@ -41,6 +99,16 @@ class Addresses:
     registry: str
     lease: str
     tls: Tls | None = None
+
+    @property
+    def registry_service(self) -> Service:
+        """The registry."""
+        return Service("registry", "registry_endpoint", self.registry, self.tls)
+
+    @property
+    def lease_service(self) -> Service:
+        """The lease service."""
+        return Service("lease service", "lease_endpoint", self.lease, self.tls)
 
 
 def options(command: Callable[Concatenate[Addresses, _P], _R]) -> Callable[..., _R]:
@@ -92,34 +160,6 @@ def addresses(
     return Addresses(
         endpoints["registry_grpc"], ",".join(endpoints["lease_replicas_grpc"]), said.tls
     )
-
-
-@contextmanager
-def connection(what: str, address: str, secured: Tls | None) -> Iterator[grpc.Channel]:
-    """A channel to the service called ``what`` ("registry"). A call that fails inside
-    ends the command with a sentence."""
-    with rpc.channel(address, secured) as channel:
-        try:
-            yield channel
-        except grpc.RpcError as error:
-            raise click.ClickException(sentence(what, address, secured, error)) from None
-
-
-def sentence(what: str, address: str, secured: Tls | None, error: grpc.RpcError) -> str:
-    """Why a call has failed, and what to do."""
-    if not isinstance(error, grpc.Call):
-        return f"the {what} at {address} failed: {error}"
-    if rpc.reason_of(error) == "STORE_UNAVAILABLE":
-        return f"the {what} at {address} cannot reach its store: {error.details()}"
-    if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-        why = tls.explain(address, secured)
-        if why:
-            return f"the {what} cannot be asked: {why}"
-        return (
-            f"no {what} answers at {address}: start it (`kvlease up`, `kvlease serve`), or name "
-            "its address with --dir or --set"
-        )
-    return f"the {what} at {address} refuses: {error.details()}"
 
 
 def as_dict(message: Message) -> dict[str, Any]:

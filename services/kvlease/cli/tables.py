@@ -28,12 +28,14 @@ def show(
     as_json: bool,
     watch: bool,
     sentence: Callable[[grpc.RpcError], str],
+    nothing: Callable[[], str],
 ) -> None:
     """Prints what ``fetch`` returns (messages), once or, with ``watch``, every second
     until Ctrl-C: as a table, or as one JSON array (a line each with ``watch``).
 
     A watch goes on through an outage, and says so in a ``sentence``: below the table, or
-    on stderr. Only if the first call fails its grpc.RpcError is raised.
+    on stderr. Only if the first call fails its grpc.RpcError is raised. Without a
+    watch, ``nothing`` may say on stderr why there is nothing.
     """
     if not watch:
         found = fetch()
@@ -41,6 +43,8 @@ def show(
             click.echo(_json(found, indent=2))
         else:
             new_console().print(table(found))
+        if not found and (why := nothing()):
+            click.echo(f"kvlease: {why}", err=True)
     elif as_json:
         told = ""
         for found, problem in _watched(fetch, sentence):
@@ -75,11 +79,6 @@ def new_console() -> Console:
     is not read as rich's markup. A file or pipe gets whole lines."""
     console = Console(markup=False, highlight=False)
     return console if console.is_terminal else Console(markup=False, highlight=False, width=200)
-
-
-def clean(text: str) -> str:
-    """``text`` with characters that would steer the terminal shown as escapes."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _json(messages: list[Message], indent: int | None) -> str:
