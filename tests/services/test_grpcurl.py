@@ -30,9 +30,18 @@ def store_settings() -> dict[str, Any]:
 
 
 @pytest.fixture
-async def stocked(plane: ControlPlane) -> ControlPlane:
+async def decode_address() -> AsyncIterator[str]:
+    """Something accepts connections there, as an engine does: a router knocks at it."""
+    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+@pytest.fixture
+async def stocked(plane: ControlPlane, decode_address: str) -> ControlPlane:
     """One engine of each role, and a lease that is being read."""
     holder = await plane.register(
+        http_address=decode_address,
         kv_bytes_per_token=4096,
         parallelism=registry_pb2.Parallelism(tensor=1, pipeline=1, decode_context=1, data=1),
         engine_version="0.32.0",
@@ -102,14 +111,14 @@ async def test_the_registry_tells_what_it_offers(stocked: ControlPlane, grpcurl:
 
 
 async def test_engines_are_listed_as_a_person_would_read_them(
-    stocked: ControlPlane, grpcurl: Grpcurl
+    stocked: ControlPlane, decode_address: str, grpcurl: Grpcurl
 ) -> None:
     registry = grpcurl.at(stocked.addresses["registry"][0])
     answer = await call(registry, "kvlease.v1.Registry/ListEngines", role="ENGINE_ROLE_DECODE")
     (engine,) = answer["engines"]
     assert engine["engine_id"] == "decode-0"
     assert engine["state"] == "ENGINE_STATE_SERVING"
-    assert engine["http_address"] == "http://127.0.0.1:8200"
+    assert engine["http_address"] == decode_address
     assert engine["session_ttl"] == "15s"
     assert engine["register_time"].endswith("Z")
     assert engine["parallelism"]["tensor"] == 1

@@ -13,6 +13,7 @@ import pytest
 from router_stack import Stack, events, running, running_pair, until
 from sim_engine import Cut, Fault, Hang, SimEngine, Slow, Status
 
+from kvlease.serving import MARGIN_S
 from kvlease.store.base import Committed, Conflict, StoreUnavailable, Write
 from kvlease.store.memory import MemoryStore
 from kvlease.v1 import registry_pb2, registry_pb2_grpc
@@ -458,7 +459,8 @@ async def test_a_lease_service_that_hangs_costs_its_deadline_twice_not_every_tur
             times.append(time.monotonic() - began)
             assert (response.status, response.headers["x-kvlease-turn"]) == (200, "0")
 
-        assert sum(seconds >= 0.19 for seconds in times) == 2
+        # The service gives up a moment before the caller's deadline.
+        assert sum(seconds >= 0.2 - 1.5 * MARGIN_S for seconds in times) == 2
         assert max(times[2:]) < 0.1
         assert await stack.metric("kvlease_start_turn_failures_total") == 6
         store.stuck = False
