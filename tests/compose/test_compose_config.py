@@ -60,6 +60,19 @@ def test_three_members_know_each_other(docker: None) -> None:
     assert len(set(volumes)) == 3
 
 
+@pytest.mark.parametrize("overrides", COMBINATIONS, ids="+".join)
+def test_what_a_turn_needs_brings_all_members(docker: None, overrides: tuple[str, ...]) -> None:
+    # `up front` starts what it depends on: one member of three would wait for the others.
+    services = config(*overrides)
+    needed, new = set[str](), {"front"}
+    while new:
+        needed |= new
+        new = {on for name in new for on in services[name].get("depends_on", {})} - needed  # type: ignore[attr-defined]
+    running = {name for name, each in services.items() if each.get("scale", 1) != 0}
+    assert {name for name in running if name.startswith("etcd")} <= needed
+    assert needed <= running
+
+
 def test_an_engine_on_a_gpu_has_it_for_itself(docker: None) -> None:
     services = config("compose.gpu.yaml")
     gpus = []
