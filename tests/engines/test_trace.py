@@ -27,7 +27,6 @@ SERVED = {
 }
 """The same of the lease service's own spans."""
 
-
 ENGINES = ("kvlease-prefill", "vllm-prefill", "kvlease-decode", "vllm-decode")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from required import unavailable
 from sim_engine import vllm_objects_to
 
 from kvlease.router.split import FIELDS, Endpoint, split
@@ -284,7 +285,7 @@ def _vllm_fields(module: str, name: str) -> set[str]:
     """The request model's fields, from its source: importing vLLM takes seconds."""
     found = importlib.util.find_spec("vllm")
     if found is None or found.origin is None:
-        pytest.skip("vLLM is not installed")
+        unavailable("vLLM is not installed")
     path = Path(found.origin).parent / "entrypoints/openai" / module / "protocol.py"
     tree = ast.parse(path.read_text())
     model = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name)
@@ -309,7 +310,7 @@ def test_the_table_decides_about_every_field_of_vllm_s_request(module: str, name
 
 def test_vllm_itself_takes_the_prefill_half_of_every_request_it_takes() -> None:
     if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed")
+        unavailable("vLLM is not installed")
     script = Path(__file__).parents[1] / "split_against_vllm.py"
 
     done = subprocess.run(
